@@ -1,0 +1,1 @@
+"""From source rows to training sequences and the draft vocabulary."""

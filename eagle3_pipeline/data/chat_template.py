@@ -1,0 +1,78 @@
+"""Renders conversations with the tokenizer's chat template and keeps its token ids."""
+
+import functools
+from typing import Any
+
+from eagle3_pipeline.data.conversations import Message
+from eagle3_pipeline.errors import ConfigError
+
+
+class ChatTemplate:
+    """A verifier's tokenizer and template."""
+
+    def __init__(self, tokenizer: Any, template: str | None, kwargs: dict[str, Any], stop_tokens: list[str]) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._kwargs = kwargs
+        self.stop_token_ids = sorted({self._stop_id(text) for text in stop_tokens} | self._eos_ids())
+
+    def _eos_ids(self) -> set[int]:
+        eos = self._tokenizer.eos_token_id
+        return set() if eos is None else {eos}
+
+    def _stop_id(self, text: str) -> int:
+        token = self._tokenizer.convert_tokens_to_ids(text)
+        if token is None or token == self._tokenizer.unk_token_id:
+            raise ConfigError(f"verifier.stop_tokens: {text!r} is not a token of this verifier's tokenizer")
+        return token
+
+    def render(self, messages: list[Message], generation_prompt: bool) -> str:
+        """The text of a conversation, with the opening of the next answer if `generation_prompt`.
+
+        Raises:
+            ConfigError: the tokenizer has no chat template, or the template refuses the conversation.
+        """
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages,
+                chat_template=self._template,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **self._kwargs,
+            )
+        except Exception as error:  # templates raise whatever they like through Jinja
+            raise ConfigError(f"the chat template refused a conversation of {len(messages)} turns: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of rendered text; the template already wrote the special tokens."""
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
+        """Token ids and the character offset at which each token starts.
+
+        Raises:
+            ConfigError: the tokenizer cannot give offsets (it is not a fast tokenizer).
+        """
+        if not self._tokenizer.is_fast:
+            raise ConfigError("generation.mode passthrough needs a fast tokenizer (character offsets for the mask)")
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of sampled ids, special tokens kept."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@functools.lru_cache(maxsize=4)
+def load_tokenizer(path: str, trust_remote_code: bool) -> Any:
+    """The tokenizer of a local model folder, loaded once per process.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # Transformers raises many types for one condition: unusable tokenizer files
+        raise ConfigError(f"cannot load the tokenizer of {path}: {error}") from error

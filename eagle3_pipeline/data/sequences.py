@@ -1,0 +1,204 @@
+"""Training sequences: prompts to answer, answers as they were sampled, masks, token counts."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from eagle3_pipeline.config import GenerationSpec
+from eagle3_pipeline.data.chat_template import ChatTemplate
+from eagle3_pipeline.data.conversations import Message, Rejection
+from eagle3_pipeline.store.fingerprint import digest
+
+SEQUENCE_SCHEMA = pa.schema(
+    [
+        ("sequence_id", pa.string()),
+        ("conversation_id", pa.string()),
+        ("turn", pa.int32()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("num_prompt_tokens", pa.int32()),
+        ("text", pa.string()),
+        ("reasoning", pa.string()),
+        ("finish_reason", pa.string()),
+        ("mean_logprob", pa.float32()),
+    ]
+)
+CONTENT_COLUMNS = ("sequence_id", "input_ids", "loss_mask")
+TOKEN_COUNT_SCHEMA = pa.schema([("token_id", pa.int32()), ("count", pa.int64())])
+REJECTED_SCHEMA = pa.schema(
+    [("conversation_id", pa.string()), ("turn", pa.int32()), ("reason", pa.string()), ("detail", pa.string())]
+)
+_REASONING_END = "</think>"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the verifier is asked: the ids of a conversation up to the opening of an answer."""
+
+    sequence_id: str
+    conversation_id: str
+    turn: int
+    input_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One training row. `loss_mask[i]` is true where token i is trained on."""
+
+    sequence_id: str
+    conversation_id: str
+    turn: int
+    input_ids: list[int]
+    loss_mask: list[bool]
+    num_prompt_tokens: int
+    text: str
+    reasoning: str
+    finish_reason: str
+    mean_logprob: float | None = None
+
+
+@dataclass(frozen=True)
+class RejectedTurn:
+    """A turn that gives no training sequence."""
+
+    conversation_id: str
+    turn: int
+    rejection: Rejection
+
+    def row(self) -> dict[str, Any]:
+        """A row of `rejected.parquet`."""
+        return {
+            "conversation_id": self.conversation_id,
+            "turn": self.turn,
+            "reason": self.rejection.reason,
+            "detail": self.rejection.detail,
+        }
+
+
+def sequence_id(conversation_id: str, turn: int) -> str:
+    """Identity of the answer to turn `turn` of a conversation."""
+    return digest([conversation_id, turn])
+
+
+def make_prompts(
+    conversation_id: str, messages: list[Message], template: ChatTemplate, spec: GenerationSpec
+) -> list[Prompt | RejectedTurn]:
+    """One prompt per user turn, with the data set's own turns before it as history."""
+    prompts: list[Prompt | RejectedTurn] = []
+    for turn, message in enumerate(messages):
+        if message["role"] != "user":
+            continue
+        ids = template.encode(template.render(messages[: turn + 1], generation_prompt=True))
+        needed = len(ids) + spec.max_new_tokens
+        if needed > spec.max_sequence_tokens:
+            detail = f"{len(ids)} prompt tokens + {spec.max_new_tokens} new > {spec.max_sequence_tokens}"
+            prompts.append(RejectedTurn(conversation_id, turn, Rejection("too_long", detail)))
+        else:
+            prompts.append(Prompt(sequence_id(conversation_id, turn), conversation_id, turn, ids))
+    return prompts
+
+
+def sequence_from_answer(
+    prompt: Prompt, answer: dict[str, Any], template: ChatTemplate, spec: GenerationSpec
+) -> Sequence | RejectedTurn:
+    """Joins a prompt and the sampled ids; the ids are kept as sampled, never tokenised again.
+
+    Args:
+        prompt: what was asked.
+        answer: `token_ids`, `finish_reason`, `cumulative_logprob` as the engine returned them.
+        template: for the text columns only.
+        spec: decides what happens to truncated answers.
+    """
+    sampled = answer["token_ids"]
+    if not sampled:
+        rejection = Rejection("no_supervised_tokens", "the verifier answered with no token")
+        return RejectedTurn(prompt.conversation_id, prompt.turn, rejection)
+    if answer["finish_reason"] == "length" and spec.truncated == "drop":
+        rejection = Rejection("truncated_generation", f"cut at {len(sampled)} tokens")
+        return RejectedTurn(prompt.conversation_id, prompt.turn, rejection)
+    reasoning, text = _split_reasoning(template.decode(sampled))
+    logprob = answer.get("cumulative_logprob")
+    return Sequence(
+        prompt.sequence_id,
+        prompt.conversation_id,
+        prompt.turn,
+        [*prompt.input_ids, *sampled],
+        [False] * len(prompt.input_ids) + [True] * len(sampled),
+        len(prompt.input_ids),
+        text,
+        reasoning,
+        answer["finish_reason"],
+        None if logprob is None else logprob / len(sampled),
+    )
+
+
+def _split_reasoning(text: str) -> tuple[str, str]:
+    before, marker, after = text.partition(_REASONING_END)
+    return (before + marker, after) if marker else ("", text)
+
+
+def passthrough_sequences(
+    conversation_id: str, messages: list[Message], template: ChatTemplate, spec: GenerationSpec
+) -> list[Sequence | RejectedTurn]:
+    """Sequences that keep the data set's answers.
+
+    One sequence for the whole conversation where the template renders history unchanged; else (templates that blank
+    past reasoning) one per assistant turn.
+    """
+    answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        return [RejectedTurn(conversation_id, 0, Rejection("no_assistant_turn", "nothing to train on"))]
+    last = answers[-1]
+    whole = template.render(messages[: last + 1], generation_prompt=False)
+    spans = [_answer_span(messages, turn, template) for turn in answers]
+    if all(span and whole.startswith(span[0] + span[1]) for span in spans):
+        groups = [(last, whole, [s for s in spans if s])]
+    else:
+        groups = [(t, s[0] + s[1], [s]) for t, s in zip(answers, spans, strict=True) if s]
+    result = [_mask_spans(conversation_id, turn, text, found, template, spec) for turn, text, found in groups]
+    missed = [t for t, s in zip(answers, spans, strict=True) if s is None]
+    detail = "the rendered answer does not start with its generation prompt"
+    return result + [RejectedTurn(conversation_id, t, Rejection("template_mismatch", detail)) for t in missed]
+
+
+def _answer_span(messages: list[Message], turn: int, template: ChatTemplate) -> tuple[str, str] | None:
+    """The rendered text before the answer at `turn`, and the answer with its end marker."""
+    before = template.render(messages[:turn], generation_prompt=True)
+    through = template.render(messages[: turn + 1], generation_prompt=False)
+    return (before, through[len(before) :]) if through.startswith(before) else None
+
+
+def _mask_spans(
+    conversation_id: str,
+    turn: int,
+    text: str,
+    spans: list[tuple[str, str]],
+    template: ChatTemplate,
+    spec: GenerationSpec,
+) -> Sequence | RejectedTurn:
+    ids, starts = template.encode_with_offsets(text)
+    if len(ids) > spec.max_sequence_tokens:
+        detail = f"{len(ids)} tokens > {spec.max_sequence_tokens}"
+        return RejectedTurn(conversation_id, turn, Rejection("too_long", detail))
+    mask = [False] * len(ids)
+    for before, answer in spans:
+        inside = [i for i, s in enumerate(starts) if len(before) <= s < len(before) + len(answer)]
+        stops = [i for i in inside if ids[i] in template.stop_token_ids]
+        for i in inside:
+            # What the template writes behind the end of the turn (a newline, say) is never sampled.
+            mask[i] = not stops or i <= stops[-1]
+    if not any(mask):
+        return RejectedTurn(conversation_id, turn, Rejection("no_supervised_tokens", "the mask is empty"))
+    reasoning, answer_text = _split_reasoning(spans[-1][1])
+    identity = sequence_id(conversation_id, turn)
+    return Sequence(identity, conversation_id, turn, ids, mask, mask.index(True), answer_text, reasoning, "data")
+
+
+def count_supervised(sequences: list[Sequence]) -> Counter[int]:
+    """How often each token is trained on."""
+    counts: Counter[int] = Counter()
+    for sequence in sequences:
+        counts.update(t for t, m in zip(sequence.input_ids, sequence.loss_mask, strict=True) if m)
+    return counts

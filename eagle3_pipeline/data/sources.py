@@ -1,0 +1,171 @@
+"""Reads source rows by range: JSONL files, Parquet files, Hugging Face data sets."""
+
+import glob
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eagle3_pipeline.config import DatasetSpec, expand
+from eagle3_pipeline.errors import DataError
+from eagle3_pipeline.store.fingerprint import canonical_json
+
+_BLOCK_BYTES = 1 << 20
+_RAW_LIMIT = 4096
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """One row as it was found.
+
+    Attributes:
+        number: position in its file, from 0.
+        byte_start: offset of the row in a JSONL file, else 0.
+        value: the decoded row, if it is a JSON object.
+        reason: why there is no value, else "".
+        raw: the first characters of the row, for `rejected.parquet`.
+        digest: 16 bytes that identify the row's content.
+    """
+
+    number: int
+    byte_start: int
+    value: dict[str, Any] | None
+    reason: str
+    raw: str
+    digest: bytes
+
+
+def source_files(spec: DatasetSpec) -> list[Path]:
+    """Files that the glob matches, sorted by name.
+
+    Raises:
+        DataError: none matches, or one is neither JSONL nor Parquet.
+    """
+    pattern = expand(spec.path)
+    files = sorted(Path(p) for p in glob.glob(pattern, recursive=True) if Path(p).is_file())
+    if not files:
+        raise DataError(f"dataset.path {pattern} matches no file")
+    for path in files:
+        if path.suffix not in (".jsonl", ".parquet"):
+            raise DataError(f"dataset.path matches {path}; only .jsonl and .parquet files are read")
+    return files
+
+
+def read_rows(
+    spec: DatasetSpec, file: str, start: int = 0, byte_start: int = 0, count: int | None = None
+) -> Iterator[RawRow]:
+    """Rows `start .. start+count` of one source file (or of the Hugging Face data set `file`).
+
+    Args:
+        spec: where and how to read.
+        file: path of the file, or the data set's name.
+        start: first row.
+        byte_start: its offset, for JSONL.
+        count: how many; `None`: to the end.
+
+    Raises:
+        DataError: the file cannot be read at all.
+    """
+    try:
+        if spec.source == "huggingface":
+            yield from _huggingface_rows(spec, start, count)
+        elif file.endswith(".parquet"):
+            yield from _parquet_rows(Path(file), start, count)
+        else:
+            yield from _jsonl_rows(Path(file), start, byte_start, count, spec.max_row_bytes)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"cannot read {file}: {error}") from error
+
+
+def _jsonl_rows(path: Path, number: int, byte_start: int, count: int | None, limit: int) -> Iterator[RawRow]:
+    end = None if count is None else number + count
+    with path.open("rb") as stream:
+        stream.seek(byte_start)
+        while end is None or number < end:
+            line_start = stream.tell()
+            line, digest = _read_line(stream, limit)
+            if digest is None:
+                return
+            value, reason = (None, "row_too_long") if line is None else _decode(line)
+            raw = "" if line is None else line[:_RAW_LIMIT].decode("utf-8", "replace")
+            yield RawRow(number, line_start, value, reason, raw, digest)
+            number += 1
+
+
+def _read_line(stream: Any, limit: int) -> tuple[bytes | None, bytes | None]:
+    """The next line (`None` if longer than `limit`) and its digest (`None` at the end of the file)."""
+    hasher = hashlib.blake2b(digest_size=16)
+    parts: list[bytes] = []
+    size = 0
+    while block := stream.readline(_BLOCK_BYTES):
+        hasher.update(block.rstrip(b"\r\n") if block.endswith(b"\n") else block)
+        size += len(block)
+        if size <= limit:
+            parts.append(block)
+        if block.endswith(b"\n"):
+            break
+    if not size:
+        return None, None
+    return (b"".join(parts) if size <= limit else None), hasher.digest()
+
+
+def _decode(line: bytes) -> tuple[dict[str, Any] | None, str]:
+    if not line.strip():
+        return None, "empty"
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None, "bad_json"
+    return (value, "") if isinstance(value, dict) else (None, "not_an_object")
+
+
+def _parquet_rows(path: Path, start: int, count: int | None) -> Iterator[RawRow]:
+    file = pq.ParquetFile(path)
+    number = 0
+    end = file.metadata.num_rows if count is None else min(start + count, file.metadata.num_rows)
+    for group in range(file.metadata.num_row_groups):
+        size = file.metadata.row_group(group).num_rows
+        if number + size > start and number < end:
+            position = number
+            for batch in file.iter_batches(batch_size=1024, row_groups=[group]):
+                for value in batch.to_pylist():
+                    if start <= position < end:
+                        yield _table_row(position, value)
+                    position += 1
+        number += size
+
+
+def _huggingface_rows(spec: DatasetSpec, start: int, count: int | None) -> Iterator[RawRow]:
+    data = open_huggingface(spec)
+    end = len(data) if count is None else min(start + count, len(data))
+    for number in range(start, end):
+        yield _table_row(number, data[number])
+
+
+def open_huggingface(spec: DatasetSpec) -> Any:
+    """The data set behind a Hugging Face id, a folder of data files, or a `save_to_disk` folder.
+
+    Raises:
+        DataError: it cannot be loaded.
+    """
+    import datasets
+
+    path = expand(spec.path)
+    try:
+        if (Path(path) / "dataset_info.json").exists() or (Path(path) / "dataset_dict.json").exists():
+            data = datasets.load_from_disk(path)
+            return data[spec.split] if isinstance(data, datasets.DatasetDict) else data
+        return datasets.load_dataset(path, spec.subset, split=spec.split)
+    except Exception as error:  # `datasets` raises many unrelated types for a source that cannot be had
+        raise DataError(f"cannot load the Hugging Face data set {path!r} (split {spec.split!r}): {error}") from error
+
+
+def _table_row(number: int, value: dict[str, Any]) -> RawRow:
+    raw = canonical_json(json.loads(json.dumps(value, default=str).replace("NaN", "null")))
+    digest = hashlib.blake2b(raw, digest_size=16).digest()
+    return RawRow(number, 0, value, "", raw[:_RAW_LIMIT].decode("utf-8", "replace"), digest)

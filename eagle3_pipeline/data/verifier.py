@@ -1,0 +1,162 @@
+"""Resolves the verifier: local folder, geometry from its config, content identity."""
+
+import functools
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3_pipeline.config import CaptureSpec, VerifierSpec, expand
+from eagle3_pipeline.errors import ConfigError
+from eagle3_pipeline.store.fingerprint import digest
+from eagle3_pipeline.store.shards import Geometry
+
+_WHOLE_FILE_BYTES = 64 * 2**20
+_SAMPLE_BYTES = 1 << 20
+_NUM_SAMPLES = 16
+_IDENTITY_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".py", ".txt", ".tiktoken")
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """A verifier on this machine's disk.
+
+    Attributes:
+        path: model folder.
+        content_id: identity of its files' content.
+        num_layers: n; the id of the last layer's output.
+        hidden_size: H.
+        vocab_size: V.
+        max_positions: longest sequence in tokens.
+        weight_bytes: bytes of all weight files.
+        architecture: class name from the config.
+    """
+
+    path: str
+    content_id: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    weight_bytes: int
+    architecture: str
+
+    def geometry(self, capture: CaptureSpec) -> Geometry:
+        """Layers to capture: the aux layers in ascending order, then the last layer before the final norm.
+
+        Raises:
+            ConfigError: a layer id is out of range or given twice.
+        """
+        n = self.num_layers
+        ids = capture.aux_layer_ids or [2, n // 2, n - 3]
+        if sorted(set(ids)) != sorted(ids) or not all(0 < i < n for i in ids):
+            raise ConfigError(
+                f"capture.aux_layer_ids {ids}: expected three different ids from 1 to {n - 1}; the verifier has "
+                f"{n} layers and id {n} (its last layer's output) is always captured"
+            )
+        return Geometry((*sorted(ids), n), self.hidden_size)
+
+    def facts(self) -> dict[str, Any]:
+        """All attributes, for a manifest."""
+        return asdict(self)
+
+
+def resolve_verifier(spec: VerifierSpec) -> Verifier:
+    """Finds the verifier's folder, checks that it is whole, reads its config.
+
+    Raises:
+        ConfigError: the folder or a file of it is missing or unreadable.
+    """
+    return _inspect(_locate(spec))
+
+
+def _locate(spec: VerifierSpec) -> Path:
+    path = Path(expand(spec.model)).expanduser()
+    if path.is_dir():
+        return path.absolute()
+    if path.is_absolute() or spec.model.startswith((".", "~", "${")):
+        raise ConfigError(f"verifier.model: there is no folder {path}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(spec.model, revision=spec.revision))
+    except Exception as error:  # the hub client raises many types; all mean that the model cannot be had
+        raise ConfigError(f"verifier.model: cannot get {spec.model!r} from the Hugging Face hub: {error}") from error
+
+
+def _inspect(folder: Path) -> Verifier:
+    config = _read_json(folder / "config.json")
+    text = config.get("text_config") or config
+    missing = [k for k in ("num_hidden_layers", "hidden_size", "vocab_size") if k not in text]
+    if missing:
+        raise ConfigError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
+    weights = _weight_files(folder)
+    return Verifier(
+        path=str(folder),
+        content_id=_content_id(folder),
+        num_layers=text["num_hidden_layers"],
+        hidden_size=text["hidden_size"],
+        vocab_size=text["vocab_size"],
+        max_positions=text.get("max_position_embeddings", 0),
+        weight_bytes=sum(path.stat().st_size for path in weights),
+        architecture=(config.get("architectures") or ["unknown"])[0],
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"verifier.model: {path} cannot be read: {error}") from error
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (folder / name).exists()]
+        if missing:
+            listed = ", ".join(missing[:5])
+            raise ConfigError(f"verifier.model: {folder} lacks {len(missing)} of {len(names)} weight files: {listed}")
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ConfigError(f"verifier.model: {folder} has no .safetensors weights")
+    for path in files:
+        _check_safetensors(path)
+    return files
+
+
+def _check_safetensors(path: Path) -> None:
+    """A safetensors file is exactly as long as its header says; a half-written download is not."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (OSError, ValueError, OverflowError, MemoryError) as error:
+        raise ConfigError(f"verifier.model: {path} is not a safetensors file: {error}") from error
+    end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
+    expected, found = 8 + length + end, path.stat().st_size
+    if expected != found:
+        raise ConfigError(f"verifier.model: {path} has {found:,} bytes, its header says {expected:,}: fetch it again")
+
+
+def _content_id(folder: Path) -> str:
+    files = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix in _IDENTITY_SUFFIXES)
+    return digest({p.name: _file_id(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files})
+
+
+@functools.lru_cache(maxsize=4096)
+def _file_id(path: str, size: int, _mtime_ns: int) -> str:
+    """Hash of a file: all of it up to 64 MiB, else its size and 17 evenly spaced samples of 1 MiB."""
+    hasher = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as file:
+        if size <= _WHOLE_FILE_BYTES:
+            hasher.update(file.read())
+        else:
+            for k in range(_NUM_SAMPLES + 1):
+                file.seek((size - _SAMPLE_BYTES) * k // _NUM_SAMPLES)
+                hasher.update(file.read(_SAMPLE_BYTES))
+    return hasher.hexdigest()

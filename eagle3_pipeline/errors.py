@@ -1,0 +1,53 @@
+"""The exception tree: every message says what failed, where, what was expected and found, and what to do."""
+
+
+class Eagle3Error(Exception):
+    """Base of all errors a user can meet; its text is complete without a traceback."""
+
+
+class ConfigError(Eagle3Error):
+    """A pipeline file, an environment variable or a combination of settings is wrong."""
+
+
+class DataError(Eagle3Error):
+    """Source data cannot be read, or too little of it is usable."""
+
+
+class StoreError(Eagle3Error):
+    """The artifact store cannot be read or written."""
+
+
+class CorruptArtifactError(StoreError):
+    """An artifact's bytes do not match its manifest; it was moved to quarantine."""
+
+
+class WriterBusyError(StoreError):
+    """Another process is writing the same artifact."""
+
+
+class DiskSpaceError(StoreError):
+    """The volume lacks the bytes that a stage needs."""
+
+
+class EngineError(Eagle3Error):
+    """The verifier engine failed to start, died, or refused a request."""
+
+
+class LeaseError(EngineError):
+    """No GPU (or CPU slot) became free in time."""
+
+
+class CaptureError(EngineError):
+    """Hidden states are missing, incomplete or wrong."""
+
+
+class TrainingError(Eagle3Error):
+    """Training cannot start or gave an unusable draft."""
+
+
+class EvaluationError(Eagle3Error):
+    """The draft cannot be served, or its evaluation contradicts itself."""
+
+
+class StaleInputError(Eagle3Error):
+    """A stage was asked for before what it depends on was materialised."""

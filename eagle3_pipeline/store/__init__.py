@@ -1,0 +1,1 @@
+"""Content-addressed artifacts: atomic, verified, shared by all pipelines."""

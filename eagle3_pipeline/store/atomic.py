@@ -1,0 +1,90 @@
+"""Durable writes: a reader sees the old file or the new one, never a part of either."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from eagle3_pipeline.errors import DiskSpaceError, StoreError, WriterBusyError
+
+
+def fsync_path(path: Path) -> None:
+    """Flushes a file or a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replaces `path` atomically and durably.
+
+    Raises:
+        DiskSpaceError: the volume is full.
+        StoreError: any other I/O error.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_path(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise storage_error(error, path) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces `path` with pretty JSON, atomically and durably."""
+    write_bytes(path, (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode())
+
+
+def storage_error(error: OSError, path: Path) -> StoreError:
+    """The error of ours for an `OSError` met while writing `path`."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(existing_parent(path)).free
+        return DiskSpaceError(f"no space left while writing {path}: {free:,} bytes are free; free some and run again")
+    return StoreError(f"cannot write {path}: {error}")
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest folder above `path` (or itself) that exists."""
+    while not path.is_dir():
+        path = path.parent
+    return path
+
+
+def require_space(path: Path, num_bytes: int, what: str) -> None:
+    """Refuses work whose output does not fit the volume of `path`.
+
+    Raises:
+        DiskSpaceError: with both numbers.
+    """
+    free = shutil.disk_usage(existing_parent(path)).free
+    if num_bytes > free:
+        raise DiskSpaceError(f"{what} needs about {num_bytes:,} bytes on the volume of {path}, {free:,} are free")
+
+
+@contextlib.contextmanager
+def exclusive(path: Path, what: str, wait: bool = False) -> Iterator[None]:
+    """Holds an advisory lock on `path`; the kernel drops it when the process ends.
+
+    Raises:
+        WriterBusyError: another process holds it and `wait` is false.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError as error:
+            raise WriterBusyError(f"{what} is being written by another process (lock {path})") from error
+        yield

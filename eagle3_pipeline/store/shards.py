@@ -1,0 +1,283 @@
+"""Hidden-state shards: appended by the engine's writer threads, sealed by the stage, read memory-mapped.
+
+A shard is a safetensors file: a header region of fixed size, then `hidden_states` [T, A+1, H] bf16, then `input_ids`
+[T] i32 (-1 on rows that no sequence owns). While it grows, the header region is zero, so no reader takes it for
+finished. One record a sequence goes to `records.jsonl`; the writer process may die at any point.
+"""
+
+import contextlib
+import json
+import os
+import struct
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from eagle3_pipeline.errors import CaptureError
+
+HEADER_BYTES = 4096
+RECORDS_NAME = "records.jsonl"
+INDEX_NAME = "index.parquet"
+LAYER_CONVENTION = "id i is the input of layer i; the last id is the last layer's output before the final norm"
+_INDEX_SCHEMA = pa.schema(
+    [
+        ("sequence_id", pa.string()),
+        ("shard", pa.int32()),
+        ("row_start", pa.int64()),
+        ("num_tokens", pa.int64()),
+        ("checksum", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Shape of a row: layer ids in ascending order (the last layer's last), hidden size H."""
+
+    layer_ids: tuple[int, ...]
+    hidden_size: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token: layers x hidden size x 2 (bf16)."""
+        return len(self.layer_ids) * self.hidden_size * 2
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What became of one sequence: its place in a shard, or the error that lost it."""
+
+    sequence_id: str
+    shard: int = -1
+    row_start: int = -1
+    num_tokens: int = 0
+    checksum: str = ""
+    error: str = ""
+
+
+def shard_name(number: int) -> str:
+    """File name of a shard."""
+    return f"shard-{number:05d}.safetensors"
+
+
+class ShardAppender:
+    """Appends whole sequences to the open shard of a folder; thread-safe; one per folder and process."""
+
+    def __init__(self, folder: Path, row_bytes: int, max_shard_bytes: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._row_bytes = row_bytes
+        self._max_bytes = max_shard_bytes
+        self._lock = threading.Lock()
+        self._shard = len(list(folder.glob("shard-*.safetensors"))) - 1
+        self._descriptor = -1
+        self._rows = 0
+        self._unrecorded: list[ShardRecord] = []
+
+    def append(self, sequence_id: str, data: memoryview) -> ShardRecord:
+        """Writes one sequence's rows and its record; an I/O error becomes a record, not an exception.
+
+        Args:
+            sequence_id: id of the sequence.
+            data: its rows, C-contiguous bytes of [n, A+1, H] bf16.
+        """
+        data = data.cast("B")
+        num_tokens = len(data) // self._row_bytes
+        try:
+            with self._allocate(num_tokens) as (descriptor, shard, row_start):
+                _pwrite_all(descriptor, data, HEADER_BYTES + row_start * self._row_bytes)
+            checksum = xxhash.xxh3_64_hexdigest(data)
+            record = ShardRecord(sequence_id, shard, row_start, num_tokens, checksum)
+        except OSError as error:
+            record = ShardRecord(sequence_id, num_tokens=num_tokens, error=f"{type(error).__name__}: {error}")
+        self._record(record)
+        return record
+
+    @contextlib.contextmanager
+    def _allocate(self, num_tokens: int) -> Iterator[tuple[int, int, int]]:
+        with self._lock:
+            end = HEADER_BYTES + (self._rows + num_tokens) * self._row_bytes
+            if self._descriptor < 0 or (self._rows and end > self._max_bytes):
+                self._open_next()
+            # A descriptor of its own, so that the shard may be left for the next one while a write runs.
+            descriptor, shard, row_start = os.dup(self._descriptor), self._shard, self._rows
+            self._rows += num_tokens
+        try:
+            yield descriptor, shard, row_start
+        finally:
+            os.close(descriptor)
+
+    def _open_next(self) -> None:
+        path = self._folder / shard_name(self._shard + 1)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        os.ftruncate(descriptor, HEADER_BYTES)
+        self.close()
+        self._descriptor, self._shard, self._rows = descriptor, self._shard + 1, 0
+
+    def _record(self, record: ShardRecord) -> None:
+        with self._lock:
+            self._unrecorded.append(record)
+            lines = "".join(json.dumps(asdict(r)) + "\n" for r in self._unrecorded).encode()
+            # On a full disk the record waits for the next one; the host sees the stall and the full disk.
+            with contextlib.suppress(OSError):
+                descriptor = os.open(self._folder / RECORDS_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                try:
+                    _write_or_undo(descriptor, lines)
+                finally:
+                    os.close(descriptor)
+                self._unrecorded.clear()
+
+    def close(self) -> None:
+        """Closes the open shard."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _pwrite_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _write_or_undo(descriptor: int, data: bytes) -> None:
+    before = os.fstat(descriptor).st_size
+    try:
+        if os.write(descriptor, data) != len(data):
+            raise OSError("short write")
+    except OSError:
+        os.ftruncate(descriptor, before)
+        raise
+
+
+def read_records(folder: Path, offset: int = 0) -> tuple[list[ShardRecord], int]:
+    """Complete records from a byte offset on, and the offset after them; a torn last line is left for later."""
+    try:
+        with (folder / RECORDS_NAME).open("rb") as file:
+            file.seek(offset)
+            data = file.read()
+    except FileNotFoundError:
+        return [], offset
+    complete = data[: data.rfind(b"\n") + 1]
+    return [ShardRecord(**json.loads(line)) for line in complete.splitlines()], offset + len(complete)
+
+
+def intact_records(folder: Path, geometry: Geometry) -> dict[str, ShardRecord]:
+    """Records of an earlier process whose bytes are still there and match their checksums, by sequence id."""
+    intact = {}
+    for record in read_records(folder)[0]:
+        path = folder / shard_name(record.shard)
+        if record.error or not path.exists():
+            continue
+        with path.open("rb") as file:
+            file.seek(HEADER_BYTES + record.row_start * geometry.row_bytes)
+            data = file.read(record.num_tokens * geometry.row_bytes)
+        if xxhash.xxh3_64_hexdigest(data) == record.checksum:
+            intact[record.sequence_id] = record
+    return intact
+
+
+def seal_shards(
+    folder: Path, records: Iterable[ShardRecord], tokens: dict[str, np.ndarray], geometry: Geometry, metadata: dict
+) -> pa.Table:
+    """Turns grown shards into finished safetensors files and writes the index.
+
+    Args:
+        folder: where the shards lie.
+        records: one per sequence to index; others stay unreferenced.
+        tokens: input ids [n] of each recorded sequence.
+        geometry: shape of a row.
+        metadata: strings for the header.
+
+    Returns:
+        The index: sequence_id, shard, row_start, num_tokens, checksum.
+
+    Raises:
+        CaptureError: a record's length differs from its sequence's, or its rows lie beyond the file.
+    """
+    by_shard: dict[int, list[ShardRecord]] = {}
+    for record in records:
+        expected = len(tokens[record.sequence_id])
+        if record.num_tokens != expected:
+            raise CaptureError(
+                f"{folder}: sequence {record.sequence_id} has {record.num_tokens} rows of hidden states, "
+                f"expected {expected} (one per input token)"
+            )
+        by_shard.setdefault(record.shard, []).append(record)
+    for path in sorted(folder.glob("shard-*.safetensors")):
+        number = int(path.stem.split("-")[1])
+        _seal_one(path, by_shard.get(number, []), tokens, geometry, metadata)
+    ordered = sorted(by_shard.items())
+    rows = [asdict(r) for _, group in ordered for r in sorted(group, key=lambda r: r.row_start)]
+    index = pa.Table.from_pylist(rows, schema=_INDEX_SCHEMA)
+    pq.write_table(index, folder / INDEX_NAME)
+    (folder / RECORDS_NAME).unlink(missing_ok=True)
+    return index
+
+
+def _seal_one(
+    path: Path, records: list[ShardRecord], tokens: dict[str, np.ndarray], geometry: Geometry, metadata: dict
+) -> None:
+    num_rows = max((r.row_start + r.num_tokens for r in records), default=0)
+    if not num_rows:
+        path.unlink()
+        return
+    states_bytes = num_rows * geometry.row_bytes
+    if path.stat().st_size < HEADER_BYTES + states_bytes:
+        raise CaptureError(f"{path} is shorter than its {num_rows} recorded rows")
+    input_ids = np.full(num_rows, -1, dtype="<i4")
+    for record in records:
+        input_ids[record.row_start : record.row_start + record.num_tokens] = tokens[record.sequence_id]
+    header = {
+        "__metadata__": {str(k): str(v) for k, v in metadata.items()},
+        "hidden_states": {
+            "dtype": "BF16",
+            "shape": [num_rows, len(geometry.layer_ids), geometry.hidden_size],
+            "data_offsets": [0, states_bytes],
+        },
+        "input_ids": {"dtype": "I32", "shape": [num_rows], "data_offsets": [states_bytes, states_bytes + num_rows * 4]},
+    }
+    text = json.dumps(header).encode().ljust(HEADER_BYTES - 8)
+    if len(text) != HEADER_BYTES - 8:
+        raise CaptureError(f"{path}: header metadata of {len(text)} bytes exceeds {HEADER_BYTES - 8}")
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.ftruncate(descriptor, HEADER_BYTES + states_bytes)
+        _pwrite_all(descriptor, memoryview(input_ids.tobytes()), HEADER_BYTES + states_bytes)
+        os.fsync(descriptor)
+        _pwrite_all(descriptor, memoryview(struct.pack("<Q", len(text)) + text), 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_index(folder: Path) -> pa.Table:
+    """The index of a sealed folder."""
+    return pq.read_table(folder / INDEX_NAME)
+
+
+def map_states(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Maps a sealed shard without reading it.
+
+    Returns:
+        `hidden_states` [T, A+1, H] as raw bf16 bits (uint16), `input_ids` [T] int32.
+    """
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    base = 8 + length
+    shape = tuple(header["hidden_states"]["shape"])
+    states = np.memmap(path, dtype="<u2", mode="r", offset=base, shape=shape)
+    ids = np.memmap(path, dtype="<i4", mode="r", offset=base + header["input_ids"]["data_offsets"][0], shape=shape[:1])
+    return states, ids
+
+
+def bf16_to_float32(bits: np.ndarray) -> np.ndarray:
+    """Raw bf16 bits to float32: bf16 is the upper half of a float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -1,0 +1,109 @@
+"""Subprocess workers: heavy libraries live there, JSON events come back on their standard output."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from eagle3_pipeline.errors import Eagle3Error
+
+EventHandler = Callable[[dict[str, Any]], None]
+_TERMINATION_GRACE_S = 20.0
+
+
+def claim_stdout() -> TextIO:
+    """In a worker: returns the event stream and sends everything libraries print to standard error."""
+    events = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)
+    return events
+
+
+def emit(stream: TextIO, event: str, **fields: Any) -> None:
+    """Writes one event line."""
+    stream.write(json.dumps({"event": event, **fields}) + "\n")
+
+
+def log_tail(path: Path, num_lines: int = 30) -> str:
+    """The last lines of a log file, indented, for an error message."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            lines = deque(file, maxlen=num_lines)
+    except OSError as error:
+        return f"  (no log: {error})"
+    return "".join(f"  | {line.rstrip()}\n" for line in lines)
+
+
+def run_worker(
+    module: str, spec: dict[str, Any], folder: Path, on_event: EventHandler, error: type[Eagle3Error], what: str
+) -> dict[str, Any]:
+    """Runs `python -m module spec.json` in a process group of its own and returns its `result` event.
+
+    Args:
+        module: a module whose main reads the spec file and emits events; a `result` event is its answer.
+        spec: the JSON spec.
+        folder: where the spec and the log go.
+        on_event: called for every event but `result` and `error`.
+        error: raised when the worker fails.
+        what: names the work in the message.
+
+    Raises:
+        Eagle3Error: of type `error`, with the worker's own message or its log's tail.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    name = module.rsplit(".", 2)[-2]
+    spec_path, log_path = folder / f"{name}.spec.json", folder / f"{name}.log"
+    spec_path.write_text(json.dumps(spec, indent=2))
+    result: dict[str, Any] | None = None
+    message = ""
+    with log_path.open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(spec_path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            for line in process.stdout or ():
+                event = _parse(line)
+                if event["event"] == "result":
+                    result = event
+                elif event["event"] == "error":
+                    message = event["message"]
+                else:
+                    on_event(event)
+            code = process.wait()
+        finally:
+            terminate_group(process)
+    if code or result is None:
+        detail = message or f"exit code {code}; the end of {log_path}:\n{log_tail(log_path)}"
+        raise error(f"{what} failed: {detail}")
+    return result
+
+
+def _parse(line: str) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+        if isinstance(event, dict) and "event" in event:
+            return event
+    except ValueError:
+        pass
+    return {"event": "log", "message": line.rstrip()}
+
+
+def terminate_group(process: subprocess.Popen) -> None:
+    """Ends a worker started in its own session: SIGTERM, a grace period, SIGKILL to what is left of the group."""
+    with contextlib.suppress(ProcessLookupError):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_TERMINATION_GRACE_S)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
