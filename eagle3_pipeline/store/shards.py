@@ -133,6 +133,13 @@ class ShardAppender:
                     os.close(descriptor)
                 self._unrecorded.clear()
 
+    def is_current(self) -> bool:
+        """Whether the open shard is still in its folder; false once the folder was published or given up."""
+        if self._descriptor < 0:
+            return self._folder.is_dir()
+        path = self._folder / shard_name(self._shard)
+        return path.exists() and path.stat().st_ino == os.fstat(self._descriptor).st_ino
+
     def close(self) -> None:
         """Closes the open shard."""
         if self._descriptor >= 0:

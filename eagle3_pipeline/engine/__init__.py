@@ -1,0 +1,1 @@
+"""The resident verifier engine: one load serves any number of chunks."""

@@ -1,0 +1,80 @@
+"""Talks to an engine host."""
+
+import contextlib
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from eagle3_pipeline import errors
+from eagle3_pipeline.engine.jobs import GenerateJob
+from eagle3_pipeline.engine.state import EngineState
+from eagle3_pipeline.errors import Eagle3Error, EngineError
+from eagle3_pipeline.workers import log_tail
+
+EventHandler = Callable[[dict[str, Any]], None]
+
+
+def ignore_event(_event: dict[str, Any]) -> None:
+    """Drops progress."""
+
+
+class EngineClient:
+    """One connection; the engine does not retire while it is open."""
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.connect(str(state.socket))
+        except OSError as error:
+            self._socket.close()
+            raise EngineError(f"no engine answers at {state.socket}: {error}") from error
+        self._file = self._socket.makefile("r", encoding="utf-8")
+
+    def __enter__(self) -> "EngineClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Disconnects; a running job of this client is cancelled by the host."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+            self._socket.close()
+
+    def generate(self, job: GenerateJob, on_event: EventHandler = ignore_event) -> dict[str, Any]:
+        """Runs a chunk.
+
+        Raises:
+            EngineError: the engine died (with its log's tail) or refused.
+            CaptureError, DiskSpaceError: as the host raised them.
+        """
+        return self.request("generate", on_event, **asdict(job))
+
+    def request(self, operation: str, on_event: EventHandler = ignore_event, **fields: Any) -> dict[str, Any]:
+        """Sends one request and waits for its result."""
+        try:
+            self._socket.sendall(json.dumps({"op": operation, **fields}).encode() + b"\n")
+            for line in self._file:
+                event = json.loads(line)
+                if event["event"] == "result":
+                    return event
+                if event["event"] == "error":
+                    raise _error_class(event["kind"])(event["message"])
+                on_event(event)
+        except OSError as error:
+            raise self._died(str(error)) from error
+        raise self._died("it closed the connection")
+
+    def _died(self, reason: str) -> EngineError:
+        return EngineError(
+            f"the engine died while it worked ({reason}); the end of {self._state.log}:\n{log_tail(self._state.log)}"
+        )
+
+
+def _error_class(kind: str) -> type[Eagle3Error]:
+    found = getattr(errors, kind, EngineError)
+    return found if isinstance(found, type) and issubclass(found, Eagle3Error) else EngineError

@@ -1,0 +1,69 @@
+"""vLLM KV connector that appends captured hidden states to shards.
+
+vLLM's example connector already gathers a finished request's states from the cache; here they go to the next free
+place of an open shard instead of a file each, and a record of the outcome follows. Works with vLLM 0.24 to 0.32.
+"""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+    extract_from_kv_cache,
+)
+
+from eagle3_pipeline.store.shards import ShardAppender
+
+
+class _CopyDone:
+    """Stands in for a CUDA event where copies are synchronous."""
+
+    def synchronize(self) -> None:
+        """Returns at once."""
+
+    def query(self) -> bool:
+        """Whether the copy is done."""
+        return True
+
+
+class ShardConnector(ExampleHiddenStatesConnector):
+    """Writes `<folder>/<sequence id>` requests into `<folder>/shard-*.safetensors`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._row_bytes = self._kv_transfer_config.get_from_extra_config("row_bytes", 0)
+        self._max_shard_bytes = self._kv_transfer_config.get_from_extra_config("max_shard_bytes", 0)
+        self._appenders: dict[str, ShardAppender] = {}
+        self._appenders_lock = threading.Lock()
+
+    def _submit_async_write(self, pending: Any) -> None:
+        if self._kv_cache.device.type != "cpu":
+            super()._submit_async_write(pending)
+        elif self._is_tp_rank_zero:
+            self._submit_from_cpu(pending)
+
+    def _submit_from_cpu(self, pending: Any) -> None:
+        """The parent's hook copies on a CUDA stream; a CPU cache is read in place, before its blocks are reused."""
+        blocks = torch.tensor(pending.block_ids, dtype=torch.long)
+        slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()
+        states = extract_from_kv_cache(self._kv_cache, slots, pending.token_ids.shape[0]).to(torch.bfloat16)
+        event = _CopyDone()
+        self._req_copy_events[pending.req_id] = event
+        tensors = {"hidden_states": states, "token_ids": pending.token_ids}
+        self._executor.submit(self._write_tensors, tensors, event, pending.filename, None)
+
+    def _write_tensors(self, tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: int | None) -> None:
+        event.synchronize()
+        states = tensors["hidden_states"].to(torch.bfloat16).contiguous()
+        path = Path(filename)
+        self._appender(path.parent).append(path.name, memoryview(states.view(torch.int16).numpy()))
+
+    def _appender(self, folder: Path) -> ShardAppender:
+        with self._appenders_lock:
+            for gone in [name for name, appender in self._appenders.items() if not appender.is_current()]:
+                self._appenders.pop(gone).close()
+            if str(folder) not in self._appenders:
+                self._appenders[str(folder)] = ShardAppender(folder, self._row_bytes, self._max_shard_bytes)
+            return self._appenders[str(folder)]

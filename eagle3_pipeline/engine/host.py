@@ -1,0 +1,175 @@
+"""The engine host: a process of its own that leases the devices, loads the verifier and serves a Unix socket.
+
+One line of JSON is one request: `{"op": "info" | "generate" | "counters" | "retire" | "shutdown", ...}`. Answers are
+lines too: any number of `progress` events, then one `result` or `error`. A client that disconnects cancels its job.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from eagle3_pipeline.engine.backend import Backend
+from eagle3_pipeline.engine.jobs import GenerateJob, run_job
+from eagle3_pipeline.engine.lease import GpuPool
+from eagle3_pipeline.engine.spec import EngineSpec
+from eagle3_pipeline.engine.state import EngineState
+from eagle3_pipeline.errors import Eagle3Error
+
+logger = logging.getLogger("eagle3.engine.host")
+_LINE_LIMIT = 1 << 20
+_WATCH_S = 1.0
+
+
+class Host:
+    """Serves one backend until it is idle for too long, told to stop, or its state folder disappears."""
+
+    def __init__(self, spec: EngineSpec, backend: Backend, state: EngineState) -> None:
+        self._spec = spec
+        self._backend = backend
+        self._state = state
+        self._clients = 0
+        self._jobs = 0
+        self._idle_since = time.monotonic()
+        self._stop = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Loads the model, then answers until the end."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        started = time.monotonic()
+        await asyncio.wait_for(self._backend.start(self._spec), self._spec.start_timeout_s)
+        load_s = round(time.monotonic() - started, 3)
+        server = await asyncio.start_unix_server(self._client, str(self._state.socket), limit=_LINE_LIMIT)
+        os.chmod(self._state.socket, 0o600)
+        self._idle_since = time.monotonic()
+        self._state.update(phase="ready", load_s=load_s)
+        logger.info("ready after %.1f s: %s", load_s, self._spec.describe())
+        async with server:
+            await self._watch()
+
+    async def _watch(self) -> None:
+        while not self._stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), _WATCH_S)
+            idle = time.monotonic() - self._idle_since
+            if not self._clients and idle > self._spec.idle_timeout_s:
+                logger.info("idle for %.0f s", idle)
+                return
+            if not self._state.is_ours():
+                logger.info("the state folder is gone or belongs to another host")
+                return
+
+    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._clients += 1
+        try:
+            while line := await reader.readline():
+                await self._request(json.loads(line), reader, writer)
+        except (ConnectionError, ValueError) as error:
+            logger.warning("client dropped: %s", error)
+        finally:
+            self._clients -= 1
+            self._idle_since = time.monotonic()
+            writer.close()
+
+    async def _request(
+        self, request: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        async def send(event: dict[str, Any]) -> None:
+            writer.write(json.dumps(event).encode() + b"\n")
+            await writer.drain()
+
+        work = asyncio.create_task(self._answer(request, send))
+        # A client sends nothing while it waits, so any end of its stream means that it left.
+        gone = asyncio.create_task(reader.read(1))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                work.cancel()
+                raise ConnectionError("it disconnected while its job ran")
+        finally:
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+        try:
+            await send({**work.result(), "event": "result"})
+        except Eagle3Error as error:
+            await send({"event": "error", "kind": type(error).__name__, "message": str(error)})
+        except ConnectionError:
+            raise
+        except Exception as error:  # whatever the engine raises is the client's answer; the log has the traceback
+            logger.exception("request failed")
+            await send({"event": "error", "kind": "EngineError", "message": f"{type(error).__name__}: {error}"})
+
+    async def _answer(self, request: dict[str, Any], send: Any) -> dict[str, Any]:
+        operation = request.pop("op", None)
+        if operation == "info":
+            return {"pid": os.getpid(), "jobs": self._jobs, "clients": self._clients, "spec": self._spec.describe()}
+        if operation == "counters":
+            return await self._backend.counters()
+        if operation == "generate":
+            self._jobs += 1
+            self._state.update(jobs=self._jobs)
+            return await run_job(GenerateJob(**request), self._backend, self._spec, uuid.uuid4().hex[:8], send)
+        if operation == "retire":
+            # The asking client itself is connected.
+            retired = self._clients <= 1
+            if retired:
+                self._stop.set()
+            return {"retired": retired}
+        if operation == "shutdown":
+            self._stop.set()
+            return {"retired": True}
+        raise Eagle3Error(f"unknown operation {operation!r}")
+
+
+def load_backend(name: str) -> Backend:
+    """Instantiates `module:Class`."""
+    module, _, class_name = name.partition(":")
+    return getattr(importlib.import_module(module), class_name)()
+
+
+def main() -> None:
+    """Entry point: `python -m eagle3_pipeline.engine.host STATE_FOLDER POOL_FOLDER POOL_GPUS`."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("state", type=Path)
+    parser.add_argument("pool", type=Path)
+    parser.add_argument("pool_gpus", type=int)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    state = EngineState(arguments.state)
+    spec = state.spec()
+    state.claim()
+    pool = GpuPool(arguments.pool, arguments.pool_gpus)
+    backend = load_backend(spec.backend)
+    code = 1
+    try:
+        with pool.acquire(spec.num_gpus, f"engine {spec.describe()}", spec.lease_timeout_s, logger.info) as lease:
+            os.environ.update(lease.environment() if lease.gpus else {})
+            state.update(phase="loading", gpus=list(lease.gpus))
+            state.count_start(spec)
+            try:
+                asyncio.run(Host(spec, backend, state).serve())
+                code = 0
+            finally:
+                backend.shutdown()
+    except Exception:  # the log's tail is what the waiting clients show
+        logger.exception("the engine host failed")
+    state.close(code)
+    # vLLM leaves threads behind that would keep the process alive.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""A job of the host: answers every prompt of a chunk, journals finished rows, waits until captured rows are written."""
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from eagle3_pipeline.engine.backend import Backend, CaptureTarget
+from eagle3_pipeline.engine.spec import EngineSpec
+from eagle3_pipeline.errors import CaptureError, DiskSpaceError, EngineError
+from eagle3_pipeline.store.shards import Geometry, ShardRecord, intact_records, read_records
+
+PROGRESS_EVERY_S = 2.0
+_RECORD_POLL_S = 0.02
+_WRITE_STALL_S = 120.0
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class GenerateJob:
+    """Request of a whole chunk.
+
+    Attributes:
+        prompts: Parquet file of sequence_id, input_ids.
+        journal: JSON lines of finished answers; the rows that it holds are not generated again.
+        sampling: temperature, top_p, top_k, max_tokens, stop_token_ids, logprobs.
+        capture_folder: shard folder; empty: no capture.
+        include_output: capture sampled tokens too.
+        batch_size: most requests in flight; 0: twice the engine's.
+    """
+
+    prompts: str
+    journal: str
+    sampling: dict[str, Any]
+    capture_folder: str = ""
+    include_output: bool = False
+    batch_size: int = 0
+
+
+@dataclass
+class _State:
+    total: int
+    reused: int = 0
+    done: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    def counts(self) -> dict[str, Any]:
+        elapsed = max(time.monotonic() - self.started, 1e-9)
+        fields = {k: v for k, v in asdict(self).items() if k != "started"}
+        return {**fields, "elapsed_s": round(elapsed, 3)}
+
+
+def read_journal(path: Path) -> dict[str, dict[str, Any]]:
+    """Finished answers by sequence id; the last of a sequence counts, a torn last line does not."""
+    answers: dict[str, dict[str, Any]] = {}
+    if path.exists():
+        data = path.read_bytes()
+        for line in data[: data.rfind(b"\n") + 1].splitlines():
+            row = json.loads(line)
+            answers[row["sequence_id"]] = row
+    return answers
+
+
+async def run_job(job: GenerateJob, backend: Backend, spec: EngineSpec, job_id: str, send: Send) -> dict[str, Any]:
+    """Runs a job to its end.
+
+    Returns:
+        Counts: total, reused, done, prompt_tokens, new_tokens, elapsed_s.
+
+    Raises:
+        CaptureError: a row's states were not written.
+        EngineError: the engine refused or lost a request.
+    """
+    if job.capture_folder and not spec.layer_ids:
+        raise EngineError("this engine does not capture hidden states; its spec names no layers")
+    prompts = pq.read_table(job.prompts, columns=["sequence_id", "input_ids"]).to_pylist()
+    _refuse_long(prompts, job, spec)
+    runner = _Runner(job, backend, spec, job_id)
+    pending = [p for p in prompts if not runner.is_done(p)]
+    state = _State(total=len(prompts), reused=len(prompts) - len(pending))
+    ticker = asyncio.create_task(_tick(state, send))
+    try:
+        await runner.run(pending, state)
+    finally:
+        ticker.cancel()
+        runner.close()
+    return state.counts()
+
+
+def _refuse_long(prompts: list[dict[str, Any]], job: GenerateJob, spec: EngineSpec) -> None:
+    for prompt in prompts:
+        needed = len(prompt["input_ids"]) + job.sampling["max_tokens"]
+        if needed > spec.max_model_len:
+            raise EngineError(
+                f"sequence {prompt['sequence_id']} needs {needed} tokens, the engine's max_model_len is "
+                f"{spec.max_model_len}; lower generation.max_sequence_tokens"
+            )
+
+
+async def _tick(state: _State, send: Send) -> None:
+    while True:
+        await asyncio.sleep(PROGRESS_EVERY_S)
+        await send({"event": "progress", **state.counts()})
+
+
+class _Runner:
+    """Requests of one job, with the records of their captured rows."""
+
+    def __init__(self, job: GenerateJob, backend: Backend, spec: EngineSpec, job_id: str) -> None:
+        self._job = job
+        self._backend = backend
+        self._job_id = job_id
+        self._folder = Path(job.capture_folder) if job.capture_folder else None
+        self._answers = read_journal(Path(job.journal))
+        self._records: dict[str, ShardRecord] = {}
+        self._offset = 0
+        self._new_record = asyncio.Condition()
+        if self._folder:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            geometry = Geometry(spec.layer_ids, spec.hidden_size)
+            self._records = intact_records(self._folder, geometry)
+            self._offset = read_records(self._folder)[1]
+        self._journal = Path(job.journal).open("a", encoding="utf-8")
+        self._limit = asyncio.Semaphore(job.batch_size or 2 * spec.max_num_seqs)
+
+    def is_done(self, prompt: dict[str, Any]) -> bool:
+        """Whether an earlier life of this job finished the prompt, its captured rows included."""
+        answer = self._answers.get(prompt["sequence_id"])
+        if answer is None or not self._folder:
+            return answer is not None
+        record = self._records.get(prompt["sequence_id"])
+        return record is not None and record.num_tokens == self._expected_rows(prompt, answer["token_ids"])
+
+    def _expected_rows(self, prompt: dict[str, Any], token_ids: list[int]) -> int:
+        sampled = len(token_ids) - 1 if self._job.include_output else 0
+        return len(prompt["input_ids"]) + sampled
+
+    async def run(self, prompts: list[dict[str, Any]], state: _State) -> None:
+        for prompt in prompts:
+            self._records.pop(prompt["sequence_id"], None)
+        reader = asyncio.create_task(self._read_records()) if self._folder else None
+        try:
+            async with asyncio.TaskGroup() as group:
+                for prompt in prompts:
+                    await self._limit.acquire()
+                    group.create_task(self._one(prompt, state))
+        except* (EngineError, CaptureError, DiskSpaceError) as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            if reader:
+                reader.cancel()
+
+    async def _one(self, prompt: dict[str, Any], state: _State) -> None:
+        try:
+            identity, ids = prompt["sequence_id"], prompt["input_ids"]
+            target = CaptureTarget(self._folder, identity, self._job.include_output) if self._folder else None
+            answer = await self._backend.generate(f"{self._job_id}-{identity}", ids, self._job.sampling, target)
+            if self._folder:
+                await self._written(identity, self._expected_rows(prompt, answer.token_ids))
+            row = {"sequence_id": identity, **{k: v for k, v in asdict(answer).items() if v is not None}}
+            self._journal.write(json.dumps(row) + "\n")
+            self._journal.flush()
+            state.done += 1
+            state.prompt_tokens += len(ids)
+            state.new_tokens += len(answer.token_ids)
+        finally:
+            self._limit.release()
+
+    async def _written(self, identity: str, expected_rows: int) -> None:
+        """Waits for the writer's record: vLLM answers before its writer threads are done."""
+        try:
+            async with asyncio.timeout(_WRITE_STALL_S), self._new_record:
+                await self._new_record.wait_for(lambda: identity in self._records)
+        except TimeoutError:
+            free = shutil.disk_usage(str(self._folder)).free
+            raise CaptureError(
+                f"hidden states of sequence {identity} were not written to {self._folder} within "
+                f"{_WRITE_STALL_S:.0f} s; {free:,} bytes are free on its volume"
+            ) from None
+        record = self._records[identity]
+        if record.error:
+            kind = DiskSpaceError if "Errno 28" in record.error or "Errno 122" in record.error else CaptureError
+            raise kind(f"cannot write the hidden states of sequence {identity} to {self._folder}: {record.error}")
+        if record.num_tokens != expected_rows:
+            raise CaptureError(
+                f"sequence {identity}: {record.num_tokens} rows of hidden states were captured, expected {expected_rows}"
+            )
+
+    async def _read_records(self) -> None:
+        while True:
+            records, self._offset = read_records(self._folder or Path(), self._offset)
+            if records:
+                async with self._new_record:
+                    self._records.update({r.sequence_id: r for r in records})
+                    self._new_record.notify_all()
+            await asyncio.sleep(_RECORD_POLL_S)
+
+    def close(self) -> None:
+        self._journal.close()

@@ -1,0 +1,187 @@
+"""Leases of whole GPUs (or of the one CPU slot): a lock file each, held by the process that uses the device."""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from eagle3_pipeline.errors import LeaseError
+
+_POLL_S = 0.2
+_REAP_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Devices held by this process. `gpus` is empty for the CPU slot."""
+
+    gpus: tuple[int, ...]
+
+    def environment(self) -> dict[str, str]:
+        """Variables that show a child process only the leased GPUs."""
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
+
+
+class GpuPool:
+    """The devices of this machine.
+
+    Args:
+        folder: where the lock files lie; one per machine.
+        num_gpus: GPUs of the machine; 0: there is one CPU slot.
+    """
+
+    def __init__(self, folder: Path, num_gpus: int) -> None:
+        self._folder = folder
+        self._slots = [f"gpu-{i}" for i in range(num_gpus)] or ["cpu-0"]
+        self._num_gpus = num_gpus
+
+    @contextlib.contextmanager
+    def acquire(self, count: int, holder: str, timeout_s: float, on_wait: Callable[[str], None]) -> Iterator[Lease]:
+        """Holds `count` GPUs (any count: the slot, on a CPU machine), all or nothing, in index order.
+
+        Args:
+            count: GPUs wanted.
+            holder: what the devices are for; shown to those who wait.
+            timeout_s: longest wait.
+            on_wait: called with who holds what, about every 10 s of waiting.
+
+        Raises:
+            LeaseError: more GPUs wanted than there are, or none became free in time.
+        """
+        wanted = count if self._num_gpus else 1
+        if wanted > len(self._slots):
+            raise LeaseError(f"{wanted} GPUs wanted for {holder}, this machine's pool has {self._num_gpus}")
+        files = self._wait(wanted, holder, timeout_s, on_wait)
+        try:
+            for file in files:
+                _end_session(_read_record(file))
+                _write_record(file, holder)
+            indices = tuple(int(Path(f.name).stem.split("-")[1]) for f in files)
+            yield Lease(indices if self._num_gpus else ())
+        finally:
+            for file in files:
+                file.truncate(0)
+                file.close()
+
+    def holders(self) -> dict[str, dict[str, Any] | None]:
+        """Who holds each slot, by slot name."""
+        found: dict[str, dict[str, Any] | None] = {}
+        for slot in self._slots:
+            found[slot] = None
+            with contextlib.suppress(FileNotFoundError), (self._folder / f"{slot}.lock").open("r+") as file:
+                if not _try_lock(file):
+                    found[slot] = _read_record(file) or {"holder": "unknown"}
+        return found
+
+    def _wait(
+        self, wanted: int, holder: str, timeout_s: float, on_wait: Callable[[str], None]
+    ) -> list[IO[str]]:
+        started = time.monotonic()
+        next_report = started + 1.0
+        while True:
+            files = self._try(wanted)
+            if files is not None:
+                return files
+            now = time.monotonic()
+            if now - started > timeout_s:
+                raise LeaseError(f"{holder}: no free device within {timeout_s:.0f} s; {self._who()}")
+            if now >= next_report:
+                on_wait(f"{holder}: waiting for {wanted} of {', '.join(self._slots)}; {self._who()}")
+                next_report = now + 10.0
+            time.sleep(_POLL_S)
+
+    def _try(self, wanted: int) -> list[IO[str]] | None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        files: list[IO[str]] = []
+        for slot in self._slots:
+            file = (self._folder / f"{slot}.lock").open("a+")
+            if _try_lock(file):
+                files.append(file)
+                if len(files) == wanted:
+                    return files
+            else:
+                file.close()
+        for file in files:
+            file.close()
+        return None
+
+    def _who(self) -> str:
+        held = [f"{slot} is held by {r['holder']} (pid {r.get('pid')})" for slot, r in self.holders().items() if r]
+        return "; ".join(held) or "all are free now"
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _read_record(file: IO[str]) -> dict[str, Any]:
+    file.seek(0)
+    try:
+        record = json.loads(file.read() or "{}")
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _write_record(file: IO[str], holder: str) -> None:
+    session = os.getsid(0)
+    record = {
+        "holder": holder,
+        "pid": os.getpid(),
+        "session": session,
+        "session_started": _start_time(session),
+        "since": time.time(),
+    }
+    file.seek(0)
+    file.truncate()
+    file.write(json.dumps(record))
+    file.flush()
+
+
+def _start_time(pid: int) -> float | None:
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _end_session(record: dict[str, Any]) -> None:
+    """Ends what a dead holder left running: vLLM's workers do not inherit the lock but share its session.
+
+    A living process whose pid equals the session id but which started at another time is a stranger that reuses the
+    pid. The holder's own session is left alone when the caller belongs to it.
+    """
+    session = record.get("session")
+    if not session or session == os.getsid(0) or session == os.getsid(os.getppid()):
+        return
+    leader_started = _start_time(session)
+    if leader_started is not None and leader_started != record.get("session_started"):
+        return
+    deadline = time.monotonic() + _REAP_TIMEOUT_S
+    while left := [pid for pid in psutil.pids() if _session_of(pid) == session and pid != os.getpid()]:
+        if time.monotonic() > deadline:
+            raise LeaseError(f"processes {left} of the dead holder {record.get('holder')} cannot be ended")
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        zombie = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        return None if zombie else os.getsid(pid)
+    except (ProcessLookupError, psutil.NoSuchProcess, PermissionError):
+        return None

@@ -1,0 +1,138 @@
+"""Finds, starts and retires engines: an engine that runs is reused, an idle one of another spec makes room."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from eagle3_pipeline.engine.client import EngineClient
+from eagle3_pipeline.engine.lease import GpuPool, Lease
+from eagle3_pipeline.engine.spec import EngineSpec
+from eagle3_pipeline.engine.state import EngineState, read_starts
+from eagle3_pipeline.errors import EngineError
+from eagle3_pipeline.store import atomic
+from eagle3_pipeline.workers import log_tail
+
+Log = Callable[[str], None]
+_POLL_S = 0.2
+_REPORT_EVERY_S = 10.0
+
+
+class EngineManager:
+    """Engines and devices of this machine.
+
+    Args:
+        home: folder of engine states and leases (`EAGLE3_HOME`).
+        num_gpus: GPUs in the pool; 0: one CPU slot.
+    """
+
+    def __init__(self, home: Path, num_gpus: int) -> None:
+        self.folder = home / "engines"
+        self._pool_folder = home / "devices"
+        self.num_gpus = num_gpus
+        self.pool = GpuPool(self._pool_folder, num_gpus)
+
+    def acquire(self, spec: EngineSpec, log: Log) -> EngineClient:
+        """A connection to an engine of this spec; starts one if none runs.
+
+        Raises:
+            EngineError: it does not start; the message holds its log's tail.
+        """
+        state = EngineState(self.folder / spec.engine_id)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Serialises start races; waiting here is waiting for the other starter's load.
+        with atomic.exclusive(self.folder / f"{spec.engine_id}.lock", "engine", wait=True):
+            with contextlib.suppress(EngineError):
+                client = EngineClient(state)
+                log(f"reusing the engine {spec.describe()} (pid {state.read().get('pid')})")
+                return client
+            return self._start(spec, state, log)
+
+    def _start(self, spec: EngineSpec, state: EngineState, log: Log) -> EngineClient:
+        state.prepare(spec)
+        log(f"starting an engine: {spec.describe()}; log: {state.log}")
+        with state.log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "eagle3_pipeline.engine.host", state.folder, self._pool_folder, str(self.num_gpus)],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                env={**os.environ, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO")},
+            )
+        try:
+            return self._wait_ready(process, spec, state, log)
+        except BaseException:
+            process.terminate()
+            raise
+
+    def _wait_ready(
+        self, process: subprocess.Popen, spec: EngineSpec, state: EngineState, log: Log
+    ) -> EngineClient:
+        started = time.monotonic()
+        next_report = started + _REPORT_EVERY_S
+        while True:
+            phase = state.read().get("phase", "starting")
+            if phase == "ready":
+                log(f"the engine is ready after {time.monotonic() - started:.1f} s")
+                return EngineClient(state)
+            if process.poll() is not None:
+                raise EngineError(
+                    f"the engine {spec.describe()} did not start (exit code {process.returncode}); "
+                    f"the end of {state.log}:\n{log_tail(state.log)}"
+                )
+            if phase == "waiting":
+                self.retire_idle(keep=spec.engine_id, log=log)
+            if time.monotonic() >= next_report:
+                log(f"engine {phase} for {time.monotonic() - started:.0f} s")
+                next_report += _REPORT_EVERY_S
+            time.sleep(_POLL_S)
+
+    def retire_idle(self, log: Log, keep: str = "") -> None:
+        """Asks every idle engine but `keep` to exit and waits for those that do."""
+        for state in self.engines():
+            if state.folder.name == keep or not state.is_alive():
+                continue
+            with contextlib.suppress(EngineError), EngineClient(state) as client:
+                if client.request("retire")["retired"]:
+                    log(f"retiring the idle engine {state.spec().describe()}")
+                    _wait_gone(state)
+
+    def stop_all(self, log: Log) -> None:
+        """Stops every engine, busy or idle."""
+        for state in self.engines():
+            if state.is_alive():
+                with contextlib.suppress(EngineError), EngineClient(state) as client:
+                    client.request("shutdown")
+                _wait_gone(state)
+                log(f"stopped the engine {state.spec().describe()}")
+
+    def engines(self) -> list[EngineState]:
+        """State folders of all engines that ever ran here."""
+        return [EngineState(path.parent) for path in sorted(self.folder.glob("*/spec.json"))]
+
+    def starts(self) -> list[dict[str, Any]]:
+        """The ledger of engine starts."""
+        return read_starts(self.folder)
+
+    @contextlib.contextmanager
+    def lease(self, count: int, holder: str, timeout_s: float, log: Log) -> Iterator[Lease]:
+        """Devices for work without an engine (training); idle engines make room first."""
+        self.retire_idle(log)
+
+        def waiting(message: str) -> None:
+            log(message)
+            self.retire_idle(log)
+
+        with self.pool.acquire(count, holder, timeout_s, waiting) as lease:
+            yield lease
+
+
+def _wait_gone(state: EngineState, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while state.is_alive() and time.monotonic() < deadline:
+        time.sleep(_POLL_S / 4)

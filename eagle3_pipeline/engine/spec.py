@@ -1,0 +1,93 @@
+"""What an engine is: two requests with equal specs share one."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from eagle3_pipeline.store.fingerprint import digest
+
+VLLM_BACKEND = "eagle3_pipeline.engine.vllm_backend:VllmBackend"
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Model, capture, draft, and how to run them.
+
+    Attributes:
+        model_path: verifier folder.
+        model_id: content identity of the verifier.
+        dtype: compute type.
+        trust_remote_code: run the model's own Python code.
+        max_model_len: longest sequence in tokens.
+        layer_ids: layers to capture, ascending; empty: this engine does not capture.
+        hidden_size: H, for the capture.
+        max_shard_bytes: largest shard file.
+        draft_path: draft folder; empty: no speculative decoding.
+        num_speculative_tokens: tokens drafted per step.
+        num_gpus: GPUs to lease; 0: the CPU slot.
+        gpu_memory_utilization: share of GPU memory.
+        cpu_kvcache_gib: KV cache on a CPU machine.
+        max_num_batched_tokens: tokens of one step.
+        max_num_seqs: sequences of one step.
+        enforce_eager: no CUDA graphs.
+        idle_timeout_s: exit after this long without clients.
+        start_timeout_s: longest start.
+        lease_timeout_s: longest wait for GPUs.
+        backend: `module:Class` of the backend.
+    """
+
+    model_path: str
+    model_id: str
+    dtype: str
+    trust_remote_code: bool
+    max_model_len: int
+    layer_ids: tuple[int, ...] = ()
+    hidden_size: int = 0
+    max_shard_bytes: int = 0
+    draft_path: str = ""
+    num_speculative_tokens: int = 0
+    num_gpus: int = 0
+    gpu_memory_utilization: float = 0.85
+    cpu_kvcache_gib: float = 1.0
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 256
+    enforce_eager: bool = False
+    idle_timeout_s: float = 300.0
+    start_timeout_s: float = 3600.0
+    lease_timeout_s: float = 86400.0
+    backend: str = VLLM_BACKEND
+
+    @property
+    def engine_id(self) -> str:
+        """Identity of the spec: names the engine's state folder."""
+        return digest(asdict(self))[:16]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's captured states (bf16)."""
+        return len(self.layer_ids) * self.hidden_size * 2
+
+    def describe(self) -> str:
+        """One phrase for logs."""
+        parts = [Path(self.model_path).name, self.dtype]
+        if self.layer_ids:
+            parts.append(f"capturing layers {list(self.layer_ids)}")
+        if self.draft_path:
+            parts.append(f"with a draft of {self.num_speculative_tokens} tokens")
+        return " ".join(parts)
+
+    def to_json(self) -> str:
+        """The spec as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "EngineSpec":
+        """The inverse of `to_json`."""
+        data = json.loads(text)
+        return cls(**{**data, "layer_ids": tuple(data["layer_ids"])})
+
+
+def default_backend() -> str:
+    """The backend class; tests of the pipeline around the engine name their own by `EAGLE3_ENGINE_BACKEND`."""
+    return os.environ.get("EAGLE3_ENGINE_BACKEND", VLLM_BACKEND)

@@ -1,0 +1,153 @@
+"""vLLM behind the host: one `AsyncLLM`, one capture connector."""
+
+import os
+from typing import Any
+
+from eagle3_pipeline.engine.backend import Answer, CaptureTarget
+from eagle3_pipeline.engine.spec import EngineSpec
+from eagle3_pipeline.errors import EngineError
+
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "logprobs", "ignore_eos")
+
+
+def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs` for a spec."""
+    arguments: dict[str, Any] = {
+        "model": spec.model_path,
+        "dtype": spec.dtype,
+        "trust_remote_code": spec.trust_remote_code,
+        "skip_tokenizer_init": True,
+        "max_model_len": spec.max_model_len,
+        "max_num_batched_tokens": max(spec.max_num_batched_tokens, spec.max_num_seqs),
+        "max_num_seqs": spec.max_num_seqs,
+        "tensor_parallel_size": max(1, spec.num_gpus),
+        "enforce_eager": spec.enforce_eager or not spec.num_gpus,
+        "enable_prefix_caching": False,
+        "disable_log_stats": not spec.draft_path,
+        "seed": 0,
+    }
+    if spec.num_gpus:
+        arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
+    if spec.layer_ids:
+        arguments |= _capture_arguments(spec)
+    if spec.draft_path:
+        arguments["speculative_config"] = {
+            "method": "eagle3",
+            "model": spec.draft_path,
+            "num_speculative_tokens": spec.num_speculative_tokens,
+        }
+    return arguments
+
+
+def _capture_arguments(spec: EngineSpec) -> dict[str, Any]:
+    return {
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(spec.layer_ids)}},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "ShardConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_module_path": "eagle3_pipeline.engine.connector",
+            "kv_connector_extra_config": {
+                "allow_custom_save_path": True,
+                "use_synchronization_lock": False,
+                "num_writer_threads": 8,
+                "row_bytes": spec.row_bytes,
+                "max_shard_bytes": spec.max_shard_bytes,
+            },
+        },
+    }
+
+
+def set_environment(spec: EngineSpec) -> None:
+    """Variables that vLLM reads on import."""
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    if not spec.num_gpus:
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(spec.cpu_kvcache_gib)))
+
+
+class VllmBackend:
+    """Implements `Backend`."""
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+
+    async def start(self, spec: EngineSpec) -> None:
+        """Loads the verifier, and the draft if there is one."""
+        set_environment(spec)
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = engine_arguments(spec)
+        if "kv_transfer_config" in arguments:
+            arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any], capture: CaptureTarget | None
+    ) -> Answer:
+        """One request; vLLM aborts it when the task is cancelled."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        extra = None
+        if capture:
+            path = str(capture.folder / capture.sequence_id)
+            transfer = {"hidden_states_path": path, "include_output_tokens": capture.include_output}
+            extra = {"kv_transfer_params": transfer}
+        parameters = SamplingParams(
+            **{key: sampling[key] for key in _SAMPLING_KEYS if sampling.get(key) is not None},
+            detokenize=False,
+            extra_args=extra,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        last = None
+        async for output in self._engine.generate({"prompt_token_ids": prompt_ids}, parameters, request_id):
+            last = output
+        if last is None or not last.finished:
+            raise EngineError(f"request {request_id} ended without an answer")
+        completion = last.outputs[0]
+        if completion.finish_reason not in ("stop", "length"):
+            raise EngineError(f"request {request_id} ended with {completion.finish_reason!r}")
+        return Answer(
+            list(completion.token_ids),
+            completion.finish_reason,
+            completion.cumulative_logprob if sampling.get("logprobs") is not None else None,
+            _top_gaps(completion.logprobs) if (sampling.get("logprobs") or 0) >= 2 else None,
+        )
+
+    async def counters(self) -> dict[str, Any]:
+        """Counters of speculative decoding from vLLM's metrics registry."""
+        from vllm.v1.metrics.reader import Vector, get_metrics_snapshot
+
+        names = {
+            "vllm:spec_decode_num_drafts": "num_drafts",
+            "vllm:spec_decode_num_draft_tokens": "num_draft_tokens",
+            "vllm:spec_decode_num_accepted_tokens": "num_accepted_tokens",
+            "vllm:spec_decode_num_accepted_tokens_per_pos": "accepted_per_position",
+        }
+        counters: dict[str, Any] = {}
+        for metric in get_metrics_snapshot():
+            if metric.name in names:
+                counters[names[metric.name]] = metric.values if isinstance(metric, Vector) else metric.value
+        return counters
+
+    def shutdown(self) -> None:
+        """Ends vLLM's processes."""
+        if self._engine is not None:
+            self._engine.shutdown()
+
+
+def _top_gaps(logprobs: list[dict[int, Any]]) -> list[float]:
+    gaps = []
+    for candidates in logprobs:
+        best = sorted((c.logprob for c in candidates.values()), reverse=True)
+        gaps.append(best[0] - best[1] if len(best) > 1 else float("inf"))
+    return gaps

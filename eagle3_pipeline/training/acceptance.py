@@ -1,0 +1,122 @@
+"""Simulated acceptance: how many drafted tokens greedy verification would accept, from teacher-forced drafting.
+
+A drafting position k is one whose token x[k] the verifier generated (so it may start a draft in serving) and whose next
+token is still part of the answer. Draft step i is right if the draft's token equals the verifier's argmax over its
+*whole* vocabulary at k+i, given that steps 0..i-1 were right: a token outside the draft vocabulary is never right.
+(The accuracies of speculators compare within the draft vocabulary, which is optimistic.)
+"""
+
+import torch
+
+from eagle3_pipeline.errors import TrainingError
+from eagle3_pipeline.training.dataset import Batch
+from eagle3_pipeline.training.draft_model import VerifierWeights
+
+OUTSIDE_DRAFT_VOCAB = -1
+_ROWS_AT_ONCE = 2048
+
+
+class VerifierChoice:
+    """The verifier's greedy next token at each position, as a draft id."""
+
+    def __init__(
+        self, weights: VerifierWeights, norm: torch.nn.Module, draft_ids: torch.Tensor, device: torch.device
+    ) -> None:
+        """Moves the full output layer to the device.
+
+        Args:
+            weights: the verifier's output layer [V, H].
+            norm: the verifier's final norm.
+            draft_ids: int64 [V], draft id of each verifier token, -1 outside.
+            device: where the products run.
+        """
+        self._head = weights.lm_head.to(device)
+        self._norm = norm
+        self._draft_ids = draft_ids.to(device)
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """Draft ids [S] int64 of the choices; -1 outside the draft vocabulary and where nothing is supervised."""
+        mask = batch["loss_mask"][0].bool()
+        states = batch["verifier_last_hidden_states"][0][mask]
+        chosen = torch.full(mask.shape, OUTSIDE_DRAFT_VOCAB, dtype=torch.long, device=mask.device)
+        with torch.autocast(states.device.type, torch.bfloat16):
+            parts = [
+                torch.nn.functional.linear(self._norm(rows), self._head).argmax(-1)
+                for rows in states.split(_ROWS_AT_ONCE)
+            ]
+        if parts:
+            chosen[mask] = self._draft_ids[torch.cat(parts)]
+        return chosen
+
+
+class AcceptanceMeter:
+    """Adds up acceptance over batches; all counts are exact integers."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self._counts = torch.zeros(3, num_steps, dtype=torch.long)
+        self._outside = 0
+
+    def add(self, draft_tokens: list[torch.Tensor], choice: torch.Tensor, batch: Batch) -> None:
+        """Counts one packed batch.
+
+        Args:
+            draft_tokens: per step, draft ids [1, S] proposed at each position.
+            choice: draft ids [S] of the verifier's choices, -1 outside.
+            batch: `loss_mask` and `document_ids`, [1, S] each.
+        """
+        supervised, documents = batch["loss_mask"][0].bool(), batch["document_ids"][0]
+        start = supervised & _earlier(supervised) & (documents == _earlier(documents))
+        self._outside += int((start & (choice == OUTSIDE_DRAFT_VOCAB)).sum())
+        counted, right = start, start
+        for step in range(self.num_steps):
+            if step:
+                same = _later(documents, step) == documents
+                counted = counted & same & _later(supervised, step)
+            reached = right & counted
+            right = reached & (draft_tokens[step][0] == _later(choice, step)) & (_later(choice, step) >= 0)
+            self._counts[:, step] += torch.stack([counted.sum(), reached.sum(), right.sum()]).cpu()
+
+    def result(self) -> dict[str, list[float]]:
+        """`full_acc` (share of positions with steps 0..i all right) and `conditional_acc` (step i right, given that)."""
+        if not int(self._counts[0, 0]):
+            raise TrainingError(
+                "no position to measure acceptance on: no sequence has two consecutive supervised tokens"
+            )
+        counted, reached, right = self._counts.tolist()
+        return {
+            "full_acc": [r / max(c, 1) for r, c in zip(right, counted, strict=True)],
+            "conditional_acc": [r / max(c, 1) for r, c in zip(right, reached, strict=True)],
+        }
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that may start a draft."""
+        return int(self._counts[0, 0])
+
+    @property
+    def outside_draft_vocab_share(self) -> float:
+        """Share of positions at which the verifier's choice lies outside the draft vocabulary."""
+        return self._outside / max(self.num_positions, 1)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Expected tokens per verification: 1 + the sum of `full_acc`; includes the bonus token."""
+        return 1 + sum(self.result()["full_acc"])
+
+
+def _earlier(values: torch.Tensor) -> torch.Tensor:
+    """[S]: the value one position before; False or -1 before the first."""
+    shifted = torch.full_like(values, False if values.dtype == torch.bool else -1)
+    shifted[1:] = values[:-1]
+    return shifted
+
+
+def _later(values: torch.Tensor, step: int) -> torch.Tensor:
+    """[S]: the value `step` positions later; False or -1 behind the last."""
+    if step == 0:
+        return values
+    shifted = torch.full_like(values, False if values.dtype == torch.bool else -1)
+    shifted[:-step] = values[step:]
+    return shifted

@@ -1,0 +1,271 @@
+"""Training data: sequences joined with their hidden states, read memory-mapped and packed into batches.
+
+Alignment. A sequence has n tokens x[0..n-1] and a mask m that says which tokens are trained on. Its shard holds n-1
+rows: row j is the verifier after x[j], aux states g[j] and last state y[j], from which the verifier picks x[j+1].
+The draft at position k reads token x[k] and aux state g[k-1] and is trained towards y[k], so it predicts x[k+1].
+`shift_batch` of speculators builds (x[k], g[k-1], y[k], l[k]) from arrays of one length; it is given
+
+    x[0..n-2]    g[0..n-2]    y[0..n-2]    l[j] = m[j+1] for j in 0..n-2
+
+x[n-1] is nobody's input: it is the target of the last row. The mask moves by one because m marks tokens and l marks the
+positions that predict them: the first token of an answer and its end token are both trained on, and what a template
+puts after an answer is not. After the shift a sequence has n-2 positions, and the masked tokens 2..n-1 are targets
+(tokens 0 and 1 cannot be: no position before them has both an input token and a state).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+from safetensors import safe_open
+from speculators.models.eagle3.data import shift_batch
+from speculators.train.data import CollateFn
+from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
+from torch.utils.data import DataLoader, Dataset
+
+from eagle3_pipeline.errors import TrainingError
+from eagle3_pipeline.store.shards import read_index, shard_name
+from eagle3_pipeline.training.job import ChunkInput
+
+Batch = dict[str, torch.Tensor]
+MIN_SEQUENCE_TOKENS = 3
+_COLUMNS = ["sequence_id", "conversation_id", "input_ids", "loss_mask"]
+
+
+@dataclass(frozen=True)
+class SequenceTable:
+    """Where each training sequence's rows lie, and what is trained on.
+
+    Attributes:
+        shards: paths of all shard files.
+        shard: int32 [N], index into `shards`.
+        row_start: int64 [N], first row in the shard.
+        num_rows: int64 [N], rows of the sequence: its tokens but the last.
+        masks: bool [sum of num_rows], row j of a sequence true if token j+1 is trained on.
+        mask_start: int64 [N], first entry of a sequence in `masks`.
+        conversation_ids: N ids.
+    """
+
+    shards: list[str]
+    shard: np.ndarray
+    row_start: np.ndarray
+    num_rows: np.ndarray
+    masks: np.ndarray
+    mask_start: np.ndarray
+    conversation_ids: list[str]
+
+    @property
+    def num_positions(self) -> np.ndarray:
+        """int64 [N]: positions of each sequence after the shift."""
+        return self.num_rows - 1
+
+    def mask(self, index: int) -> np.ndarray:
+        """bool [num_rows]: the mask of one sequence."""
+        start = self.mask_start[index]
+        return self.masks[start : start + self.num_rows[index]]
+
+    def num_supervised(self, indices: Iterable[int]) -> int:
+        """Tokens that are targets in these sequences."""
+        return sum(int(self.mask(i)[1:].sum()) for i in indices)
+
+
+def load_sequences(chunks: Sequence[ChunkInput], num_layers: int, hidden_size: int) -> SequenceTable:
+    """Joins sequences with the index of their hidden states and checks that both fit together.
+
+    Args:
+        chunks: the data.
+        num_layers: A+1, layers that a shard's row must hold.
+        hidden_size: H of the verifier.
+
+    Raises:
+        TrainingError: names the chunk and the sequence that has no rows, another number of rows, or other token ids;
+            or the shard whose shape is not [T, A+1, H] bf16.
+    """
+    shards: list[str] = []
+    columns: dict[str, list[Any]] = {name: [] for name in ("shard", "row_start", "num_rows", "masks")}
+    conversation_ids: list[str] = []
+    for chunk in chunks:
+        table = pq.read_table(chunk.sequences, columns=_COLUMNS)
+        places = _join(chunk, table, len(shards), num_layers, hidden_size, shards)
+        for name, values in places.items():
+            columns[name].append(values)
+        conversation_ids += table["conversation_id"].to_pylist()
+    if not conversation_ids:
+        raise TrainingError(f"the {len(chunks)} chunks hold no sequence")
+    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
+    mask_start = np.cumsum(joined["num_rows"]) - joined["num_rows"]
+    return SequenceTable(shards=shards, mask_start=mask_start, conversation_ids=conversation_ids, **joined)
+
+
+def _join(
+    chunk: ChunkInput, table: pa.Table, first: int, num_layers: int, hidden_size: int, shards: list[str]
+) -> dict[str, np.ndarray]:
+    """Places of one chunk's sequences; appends the chunk's shards to `shards`, the first at `first`."""
+    index = read_index(chunk.hidden_states).to_pydict()
+    row_of = {sequence_id: i for i, sequence_id in enumerate(index["sequence_id"])}
+    paths = [chunk.hidden_states / shard_name(i) for i in range(max(index["shard"], default=-1) + 1)]
+    shard_ids = [_check_shard(path, num_layers, hidden_size) for path in paths]
+    shards += map(str, paths)
+    lengths, ids = _flatten(table["input_ids"])
+    mask_lengths, masks = _flatten(table["loss_mask"])
+    ends = np.cumsum(lengths)
+    places = np.zeros((3, len(lengths)), dtype=np.int64)
+    keep = np.ones(len(masks), dtype=bool)
+    for i, sequence_id in enumerate(table["sequence_id"].to_pylist()):
+        where = f"chunk {chunk.chunk}, sequence {sequence_id}"
+        n, start = int(lengths[i]), int(ends[i] - lengths[i])
+        if n < MIN_SEQUENCE_TOKENS or mask_lengths[i] != n:
+            raise TrainingError(
+                f"{where}: {n} tokens and a mask of {mask_lengths[i]}; expected one mask entry per token and at "
+                f"least {MIN_SEQUENCE_TOKENS} tokens"
+            )
+        row = row_of.get(sequence_id)
+        if row is None:
+            raise TrainingError(
+                f"{where} has no hidden states in {chunk.hidden_states}; materialise hidden_states[{chunk.chunk}] again"
+            )
+        shard, row_start, num_rows = index["shard"][row], index["row_start"][row], index["num_tokens"][row]
+        _check_ids(where, ids[start : start + n - 1], shard_ids[shard][row_start : row_start + num_rows])
+        places[:, i] = first + shard, row_start, num_rows
+        keep[start] = False
+    return {"shard": places[0], "row_start": places[1], "num_rows": places[2], "masks": masks[keep]}
+
+
+def _flatten(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+    lengths = pc.list_value_length(column).to_numpy()
+    return lengths.astype(np.int64), pc.list_flatten(column).to_numpy()
+
+
+def _check_shard(path: Path, num_layers: int, hidden_size: int) -> np.ndarray:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            states = file.get_slice("hidden_states")
+            shape, dtype = list(states.get_shape()), states.get_dtype()
+            input_ids: np.ndarray = file.get_tensor("input_ids")
+    except (OSError, RuntimeError, ValueError) as error:
+        raise TrainingError(f"{path} cannot be read: {error}") from error
+    expected = [len(input_ids), num_layers, hidden_size]
+    if shape != expected or dtype != "BF16":
+        raise TrainingError(
+            f"{path}: hidden_states is {dtype} {shape}, expected BF16 {expected} (rows, aux layers and the last layer, "
+            f"the verifier's hidden size); it was captured for another verifier or other layers"
+        )
+    return input_ids
+
+
+def _check_ids(where: str, expected: np.ndarray, found: np.ndarray) -> None:
+    if len(expected) != len(found):
+        raise TrainingError(
+            f"{where} has {len(found)} rows of hidden states, expected {len(expected)} (its tokens but the last)"
+        )
+    different = np.nonzero(expected != found)[0]
+    if len(different):
+        j = different[0]
+        raise TrainingError(
+            f"{where}: the hidden states are of other tokens, first at position {j} (expected {expected[j]}, "
+            f"found {found[j]}); materialise its hidden_states again"
+        )
+
+
+class HiddenStateDataset(Dataset):
+    """Samples of the form that `shift_batch` takes; each process opens a shard once."""
+
+    def __init__(self, table: SequenceTable, indices: Sequence[int]) -> None:
+        self.table = table
+        self.indices = list(indices)
+        self._files: dict[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Memory maps do not travel to data-loader processes.
+        return {**self.__dict__, "_files": {}}
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def num_positions(self) -> np.ndarray:
+        """int64 [N]: positions of each sample after the shift."""
+        return self.table.num_positions[self.indices]
+
+    @property
+    def num_supervised(self) -> int:
+        """Target tokens of all samples."""
+        return self.table.num_supervised(self.indices)
+
+    def __getitem__(self, item: int) -> Batch:
+        table, index = self.table, self.indices[item]
+        path = table.shards[table.shard[index]]
+        if path not in self._files:
+            self._files[path] = safe_open(path, framework="pt")
+        file, start, num_rows = self._files[path], int(table.row_start[index]), int(table.num_rows[index])
+        states = file.get_slice("hidden_states")[start : start + num_rows]  # [n-1, A+1, H]
+        return {
+            "hidden_states": states[:, :-1].flatten(1),
+            "verifier_last_hidden_states": states[:, -1],
+            "input_ids": file.get_slice("input_ids")[start : start + num_rows].long(),
+            "loss_mask": torch.from_numpy(table.mask(index).copy()),
+            "lengths": torch.tensor([num_rows]),
+            "position_ids": torch.arange(num_rows),
+        }
+
+
+@dataclass(frozen=True)
+class PackedCollate:
+    """Packs samples into one row [1, S]; `document_ids` tells them apart, -1 is padding.
+
+    Attributes:
+        hidden_size: H.
+        num_aux: A.
+        pad_to: S; None: as long as the samples are (only compiled kernels need one fixed shape).
+    """
+
+    hidden_size: int
+    num_aux: int
+    pad_to: int | None
+
+    def __call__(self, samples: list[Batch]) -> Batch:
+        """Shifts and packs samples."""
+        length = self.pad_to or sum(int(s["lengths"]) - 1 for s in samples)
+        packed = CollateFn(length, self.hidden_size, self.num_aux, torch.bfloat16, shift_batch)(samples)
+        return {name: value for name, value in packed.items() if isinstance(value, torch.Tensor)}
+
+
+class PackedBatches:
+    """A batch sampler: whole sequences packed up to a token budget, in an order given by (seed, epoch)."""
+
+    def __init__(self, num_positions: np.ndarray, batch_tokens: int, seed: int) -> None:
+        self._sampler = MultipackDistributedBatchSamplerV2(batch_tokens, num_positions, 1, 0, seed=seed)
+        self._selected: list[list[int]] = []
+
+    def of_epoch(self, epoch: int) -> list[list[int]]:
+        """Sample numbers of each batch of an epoch."""
+        self._sampler.set_epoch(epoch)
+        return [[int(i) for i in batch] for batch in self._sampler]
+
+    def select(self, epoch: int, first: int = 0) -> None:
+        """Makes the next iteration give the batches of `epoch` from number `first` on."""
+        self._selected = self.of_epoch(epoch)[first:]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._selected)
+
+    def __len__(self) -> int:
+        return len(self._selected)
+
+
+def make_loader(
+    dataset: HiddenStateDataset, batches: PackedBatches, collate: PackedCollate, num_workers: int, pin: bool
+) -> DataLoader:
+    """A loader over `batches`; worker processes, if any, live as long as it does."""
+    workers: dict[str, Any] = (
+        {"persistent_workers": True, "multiprocessing_context": "spawn"} if num_workers else {}
+    )
+    return DataLoader(
+        dataset, batch_sampler=batches, collate_fn=collate, num_workers=num_workers, pin_memory=pin, **workers
+    )

@@ -1,0 +1,95 @@
+"""Writes the draft as the folder that vLLM loads, and checks what was written."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from speculators.models.eagle3 import Eagle3DraftModel
+from transformers import LlamaConfig
+
+from eagle3_pipeline.errors import TrainingError
+from eagle3_pipeline.training.draft_model import WEIGHTS_NAME
+
+CONFIG_NAME = "config.json"
+# Without a limit of this size Transformers splits large drafts over several files.
+_ONE_FILE = "1TB"
+
+
+def expected_tensors(
+    layers: LlamaConfig, draft_vocab_size: int, num_aux: int, norm_before_fc: bool
+) -> dict[str, Any]:
+    """Type and shape of every tensor that vLLM needs, written down independently of the model class.
+
+    vLLM does not report a missing tensor: a norm would stay at ones, `fc` uninitialised, `d2t` the identity.
+    """
+    hidden, inner = layers.hidden_size, layers.intermediate_size
+    query, key = layers.num_attention_heads * layers.head_dim, layers.num_key_value_heads * layers.head_dim
+    shapes: dict[str, list[int]] = {
+        "embed_tokens.weight": [layers.vocab_size, hidden],
+        "fc.weight": [hidden, num_aux * hidden],
+        "layers.0.hidden_norm.weight": [hidden],
+        "layers.0.input_layernorm.weight": [hidden],
+        "layers.0.self_attn.q_proj.weight": [query, 2 * hidden],
+        "layers.0.self_attn.k_proj.weight": [key, 2 * hidden],
+        "layers.0.self_attn.v_proj.weight": [key, 2 * hidden],
+        "layers.0.self_attn.o_proj.weight": [hidden, query],
+        "layers.0.post_attention_layernorm.weight": [hidden],
+        "layers.0.mlp.gate_proj.weight": [inner, hidden],
+        "layers.0.mlp.up_proj.weight": [inner, hidden],
+        "layers.0.mlp.down_proj.weight": [hidden, inner],
+        "norm.weight": [hidden],
+        "lm_head.weight": [draft_vocab_size, hidden],
+    }
+    if norm_before_fc:
+        shapes["input_norm.weight"] = [num_aux * hidden]
+    expected: dict[str, Any] = {name: ("BF16", shape) for name, shape in shapes.items()}
+    if draft_vocab_size != layers.vocab_size:
+        expected |= {"d2t": ("I64", [draft_vocab_size]), "t2d": ("BOOL", [layers.vocab_size])}
+    return expected
+
+
+def export_draft(model: Eagle3DraftModel, folder: Path) -> None:
+    """Saves the draft in bf16 as `config.json` and `model.safetensors`; the model itself becomes bf16.
+
+    Raises:
+        TrainingError: a weight is not finite, or the file does not hold exactly the tensors that vLLM needs.
+    """
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise TrainingError(f"the draft's {name} holds values that are not finite; nothing was exported")
+    model.to(device="cpu", dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size=_ONE_FILE)
+    # speculators copies the source of its config class; neither it nor vLLM reads it.
+    (folder / "config.py").unlink(missing_ok=True)
+    path = folder / CONFIG_NAME
+    config = json.loads(path.read_text())
+    config.pop("auto_map", None)
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    os.chmod(folder / WEIGHTS_NAME, 0o644)
+    layers = model.config.transformer_layer_config
+    num_aux = len(model.config.eagle_aux_hidden_state_layer_ids)
+    check_tensors(
+        folder / WEIGHTS_NAME,
+        expected_tensors(layers, model.config.draft_vocab_size, num_aux, model.config.norm_before_fc),
+    )
+
+
+def check_tensors(path: Path, expected: dict[str, Any]) -> None:
+    """Compares a safetensors header with the expected names, types and shapes.
+
+    Raises:
+        TrainingError: lists the differences.
+    """
+    with safe_open(path, framework="pt") as file:
+        names = file.keys()
+        slices = {name: file.get_slice(name) for name in names}
+        found = {name: (s.get_dtype(), list(s.get_shape())) for name, s in slices.items()}
+    wrong = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
+    if wrong:
+        lines = "".join(
+            f"\n  {n}: found {found.get(n, 'none')}, expected {expected.get(n, 'none')}" for n in wrong
+        )
+        raise TrainingError(f"{path} is not the draft that vLLM loads:{lines}")
