@@ -40,7 +40,13 @@ def log_tail(path: Path, num_lines: int = 30) -> str:
 
 
 def run_worker(
-    module: str, spec: dict[str, Any], folder: Path, on_event: EventHandler, error: type[Eagle3Error], what: str
+    module: str,
+    spec: dict[str, Any],
+    folder: Path,
+    on_event: EventHandler,
+    error: type[Eagle3Error],
+    what: str,
+    environment: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Runs `python -m module spec.json` in a process group of its own and returns its `result` event.
 
@@ -51,6 +57,7 @@ def run_worker(
         on_event: called for every event but `result` and `error`.
         error: raised when the worker fails.
         what: names the work in the message.
+        environment: variables added to this process's.
 
     Raises:
         Eagle3Error: of type `error`, with the worker's own message or its log's tail.
@@ -69,6 +76,7 @@ def run_worker(
             stderr=log,
             text=True,
             start_new_session=True,
+            env={**os.environ, **(environment or {})},
         )
         try:
             for line in process.stdout or ():

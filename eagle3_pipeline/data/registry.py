@@ -9,7 +9,7 @@ from pathlib import Path
 
 from eagle3_pipeline.config import DatasetSpec, PipelineSpec, expand
 from eagle3_pipeline.data.sources import RawRow, read_rows, source_files
-from eagle3_pipeline.errors import StoreError
+from eagle3_pipeline.errors import DataError, StoreError
 from eagle3_pipeline.store import atomic
 from eagle3_pipeline.store.fingerprint import digest
 
@@ -43,6 +43,18 @@ class Chunk:
         """Identity of what the chunk holds; independent of where the file lies."""
         offsets = [row - self.row_start for row in self.duplicate_rows]
         return digest({"rows": self.content_hash, "num_rows": self.num_rows, "duplicates": offsets})
+
+    def check_content(self, digests: list[bytes]) -> None:
+        """Compares the rows' digests with the registered content.
+
+        Raises:
+            DataError: the file changed since the last sync.
+        """
+        if len(digests) != self.num_rows or _content_hash(digests) != self.content_hash:
+            raise DataError(
+                f"chunk {self.key}: {self.file} changed since the chunk was registered "
+                f"({len(digests)} rows found, {self.num_rows} registered); run eagle3 sync-chunks"
+            )
 
 
 @dataclass(frozen=True)
@@ -145,12 +157,22 @@ def _cut(
 
 
 def _describe(file: str, rows: list[RawRow], seen: set[bytes]) -> Chunk:
-    hasher = hashlib.sha256()
     duplicates = []
     for row in rows:
-        hasher.update(row.digest)
         if row.digest in seen:
             duplicates.append(row.number)
         seen.add(row.digest)
     first = rows[0]
-    return Chunk("", file, first.number, len(rows), first.byte_start, hasher.hexdigest()[:32], tuple(duplicates))
+    return Chunk(
+        "",
+        file,
+        first.number,
+        len(rows),
+        first.byte_start,
+        _content_hash([row.digest for row in rows]),
+        tuple(duplicates),
+    )
+
+
+def _content_hash(digests: list[bytes]) -> str:
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:32]

@@ -81,9 +81,7 @@ class GpuPool:
                     found[slot] = _read_record(file) or {"holder": "unknown"}
         return found
 
-    def _wait(
-        self, wanted: int, holder: str, timeout_s: float, on_wait: Callable[[str], None]
-    ) -> list[IO[str]]:
+    def _wait(self, wanted: int, holder: str, timeout_s: float, on_wait: Callable[[str], None]) -> list[IO[str]]:
         started = time.monotonic()
         next_report = started + 1.0
         while True:

@@ -57,7 +57,14 @@ class EngineManager:
         log(f"starting an engine: {spec.describe()}; log: {state.log}")
         with state.log.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "eagle3_pipeline.engine.host", state.folder, self._pool_folder, str(self.num_gpus)],
+                [
+                    sys.executable,
+                    "-m",
+                    "eagle3_pipeline.engine.host",
+                    state.folder,
+                    self._pool_folder,
+                    str(self.num_gpus),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -70,9 +77,7 @@ class EngineManager:
             process.terminate()
             raise
 
-    def _wait_ready(
-        self, process: subprocess.Popen, spec: EngineSpec, state: EngineState, log: Log
-    ) -> EngineClient:
+    def _wait_ready(self, process: subprocess.Popen, spec: EngineSpec, state: EngineState, log: Log) -> EngineClient:
         started = time.monotonic()
         next_report = started + _REPORT_EVERY_S
         while True:

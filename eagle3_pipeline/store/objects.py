@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +70,10 @@ class ArtifactWriter:
         except OSError as error:
             raise atomic.storage_error(error, self.folder) from error
         return Artifact(final, manifest)
+
+    def checksums(self, names: Iterable[str]) -> dict[str, str]:
+        """Checksums of some files, for a content id."""
+        return {name: file_checksum(self.folder / name) for name in names}
 
     def _flush_files(self) -> dict[str, FileEntry]:
         files = {}
@@ -139,14 +143,14 @@ class Store:
                 self._refuse(artifact, f"{name} has checksum {found}, the manifest says {entry.xxh3}")
 
     @contextlib.contextmanager
-    def write(self, stage: str, fingerprint: str) -> Iterator[ArtifactWriter]:
+    def write(self, stage: str, fingerprint: str, wait: bool = False) -> Iterator[ArtifactWriter]:
         """Opens the one writer of this artifact.
 
         Raises:
-            WriterBusyError: another process writes it now.
+            WriterBusyError: another process writes it now and `wait` is false.
         """
         lock = self.root / "objects" / stage / f"{fingerprint}.lock"
-        with atomic.exclusive(lock, f"artifact {stage}/{fingerprint}"):
+        with atomic.exclusive(lock, f"artifact {stage}/{fingerprint}", wait):
             yield ArtifactWriter(self, stage, fingerprint)
 
     def quarantine(self, folder: Path, reason: str) -> Path:

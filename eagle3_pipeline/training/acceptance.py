@@ -79,7 +79,15 @@ class AcceptanceMeter:
             self._counts[:, step] += torch.stack([counted.sum(), reached.sum(), right.sum()]).cpu()
 
     def result(self) -> dict[str, list[float]]:
-        """`full_acc` (share of positions with steps 0..i all right) and `conditional_acc` (step i right, given that)."""
+        """Accuracies by step.
+
+        Returns:
+            `full_acc`: share of positions at which steps 0..i are all right; `conditional_acc`: share at which step i
+            is right among those at which the steps before it are.
+
+        Raises:
+            TrainingError: no position was counted.
+        """
         if not int(self._counts[0, 0]):
             raise TrainingError(
                 "no position to measure acceptance on: no sequence has two consecutive supervised tokens"

@@ -28,13 +28,9 @@ def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
     for name in names:
         step = int(name.rsplit("_", 1)[1])
         acceptance.plot(*_series(rows, "epoch", "val", name), marker=".", label=f"first {step + 1} right")
-    acceptance.set(
-        xlabel="optimizer step", ylabel="share of positions", ylim=(0, 1), title="Validation acceptance"
-    )
+    acceptance.set(xlabel="optimizer step", ylabel="share of positions", ylim=(0, 1), title="Validation acceptance")
     lengths = acceptance.twinx()
-    lengths.plot(
-        *_series(rows, "epoch", "val", "acceptance_length"), color="black", marker="o", label="length"
-    )
+    lengths.plot(*_series(rows, "epoch", "val", "acceptance_length"), color="black", marker="o", label="length")
     lengths.set(ylabel="acceptance length (tokens)", ylim=(1, 1 + max(len(names), 1)))
     handles = [axes.get_legend_handles_labels() for axes in (acceptance, lengths)]
     acceptance.legend(handles[0][0] + handles[1][0], handles[0][1] + handles[1][1], fontsize="small")

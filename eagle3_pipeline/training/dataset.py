@@ -62,11 +62,11 @@ class SequenceTable:
 
     @property
     def num_positions(self) -> np.ndarray:
-        """int64 [N]: positions of each sequence after the shift."""
+        """Positions of each sequence after the shift, int64 [N]."""
         return self.num_rows - 1
 
     def mask(self, index: int) -> np.ndarray:
-        """bool [num_rows]: the mask of one sequence."""
+        """The mask of one sequence, bool [num_rows]."""
         start = self.mask_start[index]
         return self.masks[start : start + self.num_rows[index]]
 
@@ -190,7 +190,7 @@ class HiddenStateDataset(Dataset):
 
     @property
     def num_positions(self) -> np.ndarray:
-        """int64 [N]: positions of each sample after the shift."""
+        """Positions of each sample after the shift, int64 [N]."""
         return self.table.num_positions[self.indices]
 
     @property
@@ -263,9 +263,7 @@ def make_loader(
     dataset: HiddenStateDataset, batches: PackedBatches, collate: PackedCollate, num_workers: int, pin: bool
 ) -> DataLoader:
     """A loader over `batches`; worker processes, if any, live as long as it does."""
-    workers: dict[str, Any] = (
-        {"persistent_workers": True, "multiprocessing_context": "spawn"} if num_workers else {}
-    )
+    workers: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": "spawn"} if num_workers else {}
     return DataLoader(
         dataset, batch_sampler=batches, collate_fn=collate, num_workers=num_workers, pin_memory=pin, **workers
     )

@@ -23,7 +23,9 @@ def read_verifier_config(path: Path, trust_remote_code: bool) -> PretrainedConfi
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise TrainingError(f"the verifier's config in {path} cannot be read: {error}") from error
+    architectures = config.architectures
     config = getattr(config, "text_config", None) or config
+    config.architectures = architectures
     for name, neutral in _LOGIT_SCALINGS.items():
         value = getattr(config, name, None)
         if value is not None and value != neutral:
@@ -78,8 +80,7 @@ def build_layer_config(draft: DraftSpec, verifier: PretrainedConfig) -> LlamaCon
         eos_token_id=None,
         # vLLM and speculators both read the window only for layers named `sliding_attention`.
         sliding_window=draft.sliding_window,
-        layer_types=["sliding_attention" if draft.sliding_window else "full_attention"]
-        * draft.num_hidden_layers,
+        layer_types=["sliding_attention" if draft.sliding_window else "full_attention"] * draft.num_hidden_layers,
     )
 
 
@@ -87,9 +88,7 @@ def verifier_norm_eps(verifier: PretrainedConfig) -> float:
     """Epsilon of the verifier's RMS norms."""
     eps = getattr(verifier, "rms_norm_eps", None)
     if eps is None:
-        raise TrainingError(
-            "the verifier's config has no rms_norm_eps: only verifiers with RMS norms are supported"
-        )
+        raise TrainingError("the verifier's config has no rms_norm_eps: only verifiers with RMS norms are supported")
     return float(eps)
 
 
@@ -117,7 +116,9 @@ def _derived_intermediate_size(verifier: PretrainedConfig) -> int:
 
 
 def _max_position_embeddings(draft: DraftSpec, verifier: PretrainedConfig) -> int:
-    limit = verifier.max_position_embeddings
+    limit = getattr(verifier, "max_position_embeddings", None)
+    if limit is None:
+        raise TrainingError("the verifier's config has no max_position_embeddings")
     if (draft.max_position_embeddings or 0) > limit:
         raise TrainingError(
             f"draft.max_position_embeddings {draft.max_position_embeddings} exceeds the verifier's {limit}"

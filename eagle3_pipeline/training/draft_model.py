@@ -86,9 +86,7 @@ def load_verifier_weights(path: Path, verifier: PretrainedConfig) -> VerifierWei
         tensor = found.get(name)
         if tensor is None or list(tensor.shape) != shape or tensor.dtype not in _FLOAT_TYPES:
             described = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-            raise TrainingError(
-                f"{path}: the verifier's {name} is {described}, expected an unquantised {shape}"
-            )
+            raise TrainingError(f"{path}: the verifier's {name} is {described}, expected an unquantised {shape}")
     norm = found[names[2]].float()
     if verifier.model_type in GEMMA_STYLE_FINAL_NORM_MODEL_TYPES:
         # These families store the gain less one.
@@ -205,18 +203,14 @@ def load_checkpoint(model: Eagle3DraftModel, folder: Path, vocab_map: VocabMap, 
     if not torch.equal(saved_ids, vocab_map.verifier_ids):
         if not remap:
             raise TrainingError(f"{path} has another draft vocabulary than the vocabulary map")
-        saved["lm_head.weight"] = _remap_rows(
-            model.lm_head.weight, saved["lm_head.weight"], saved_ids, vocab_map
-        )
+        saved["lm_head.weight"] = _remap_rows(model.lm_head.weight, saved["lm_head.weight"], saved_ids, vocab_map)
     for name in ("t2d", "d2t"):
         saved.pop(name, None)
         own.pop(name, None)
     shapes, expected = ({n: list(v.shape) for n, v in tensors.items()} for tensors in (saved, own))
     if shapes != expected:
         names = sorted(n for n in shapes.keys() | expected.keys() if shapes.get(n) != expected.get(n))
-        detail = "; ".join(
-            f"{n}: {shapes.get(n, 'missing')}, expected {expected.get(n, 'none')}" for n in names[:5]
-        )
+        detail = "; ".join(f"{n}: {shapes.get(n, 'missing')}, expected {expected.get(n, 'none')}" for n in names[:5])
         raise TrainingError(f"{path} does not fit this draft's geometry: {detail}")
     model.load_state_dict(saved, strict=False)
     return int(vocab_map.t2d[saved_ids].sum())
@@ -232,9 +226,7 @@ def _verifier_ids(saved: dict[str, torch.Tensor], vocab_map: VocabMap, path: Pat
     return ids
 
 
-def _remap_rows(
-    fresh: torch.Tensor, saved: torch.Tensor, saved_ids: torch.Tensor, vocab_map: VocabMap
-) -> torch.Tensor:
+def _remap_rows(fresh: torch.Tensor, saved: torch.Tensor, saved_ids: torch.Tensor, vocab_map: VocabMap) -> torch.Tensor:
     rows = fresh.detach().clone()  # [D, H]
     targets = vocab_map.draft_ids[saved_ids]
     known = targets >= 0

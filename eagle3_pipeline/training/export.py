@@ -18,9 +18,7 @@ CONFIG_NAME = "config.json"
 _ONE_FILE = "1TB"
 
 
-def expected_tensors(
-    layers: LlamaConfig, draft_vocab_size: int, num_aux: int, norm_before_fc: bool
-) -> dict[str, Any]:
+def expected_tensors(layers: LlamaConfig, draft_vocab_size: int, num_aux: int, norm_before_fc: bool) -> dict[str, Any]:
     """Type and shape of every tensor that vLLM needs, written down independently of the model class.
 
     vLLM does not report a missing tensor: a norm would stay at ones, `fc` uninitialised, `d2t` the identity.
@@ -89,7 +87,5 @@ def check_tensors(path: Path, expected: dict[str, Any]) -> None:
         found = {name: (s.get_dtype(), list(s.get_shape())) for name, s in slices.items()}
     wrong = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
     if wrong:
-        lines = "".join(
-            f"\n  {n}: found {found.get(n, 'none')}, expected {expected.get(n, 'none')}" for n in wrong
-        )
+        lines = "".join(f"\n  {n}: found {found.get(n, 'none')}, expected {expected.get(n, 'none')}" for n in wrong)
         raise TrainingError(f"{path} is not the draft that vLLM loads:{lines}")

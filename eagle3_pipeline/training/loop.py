@@ -79,9 +79,7 @@ class Trainer:
         ids, spec = self.bench.table.conversation_ids, self.spec
         held_out = validation_conversations(ids, spec.validation_fraction, spec.min_validation_samples)
         self.train_set, self.val_set = (
-            HiddenStateDataset(
-                self.bench.table, [i for i, c in enumerate(ids) if (c in held_out) is validates]
-            )
+            HiddenStateDataset(self.bench.table, [i for i, c in enumerate(ids) if (c in held_out) is validates])
             for validates in (False, True)
         )
         for name, part in (("training", self.train_set), ("validation", self.val_set)):
@@ -105,9 +103,7 @@ class Trainer:
 
     def _finished(self) -> bool:
         done, best = len(self.progress.history) - 1, self.progress.best_epoch
-        return done >= self.spec.epochs or bool(
-            self.spec.patience and best and done - best >= self.spec.patience
-        )
+        return done >= self.spec.epochs or bool(self.spec.patience and best and done - best >= self.spec.patience)
 
     def _train_epoch(self) -> None:
         progress = self.progress
@@ -146,9 +142,7 @@ class Trainer:
         losses: dict[str, float] = {}
         for cpu_batch, mask, count in zip(group, masks, counts, strict=True):
             batch = self.bench.to_device({**cpu_batch, "loss_mask": mask})
-            batch["hidden_states"] = add_noise(
-                batch["hidden_states"], spec.noise, spec.seed, progress.batches
-            )
+            batch["hidden_states"] = add_noise(batch["hidden_states"], spec.noise, spec.seed, progress.batches)
             loss, metrics = self._loss(batch)
             # Each supervised token weighs the same, however the step's tokens fall into batches.
             share = count / max(sum(counts), 1)
@@ -158,9 +152,7 @@ class Trainer:
             progress.batch, progress.batches = progress.batch + 1, progress.batches + 1
             progress.tokens += int((cpu_batch["document_ids"] >= 0).sum())
         if not math.isfinite(losses["loss"]):
-            raise TrainingError(
-                f"the loss became {losses['loss']} at step {progress.step + 1}; lower training.lr"
-            )
+            raise TrainingError(f"the loss became {losses['loss']} at step {progress.step + 1}; lower training.lr")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), spec.max_grad_norm)
         rate = learning_rate(spec, progress.step, self.total_steps)
         set_learning_rate(self.optimizers, rate)
@@ -170,9 +162,7 @@ class Trainer:
         progress.step += 1
         progress.loss_sum += losses["loss"] * sum(counts)
         progress.loss_tokens += sum(counts)
-        self.log.add(
-            "step", progress.step, progress.epoch, "train", {**losses, "lr": rate, "grad_norm": float(norm)}
-        )
+        self.log.add("step", progress.step, progress.epoch, "train", {**losses, "lr": rate, "grad_norm": float(norm)})
 
     def _loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
         loss, metrics, _ = self._forward(batch)
@@ -225,9 +215,7 @@ class Trainer:
             metrics["train_loss"] = train_loss
             self.log.add("epoch", progress.step, epoch, "train", {"loss": train_loss, **self._speed()})
         progress.history.append(metrics)
-        if epoch and (
-            not progress.best_epoch or _rank(metrics) > _rank(progress.history[progress.best_epoch])
-        ):
+        if epoch and (not progress.best_epoch or _rank(metrics) > _rank(progress.history[progress.best_epoch])):
             progress.best_epoch = epoch
             self.resume.save_best(epoch, self._trained())
         self.emit("epoch", epoch=epoch, step=progress.step, best_epoch=progress.best_epoch, **metrics)

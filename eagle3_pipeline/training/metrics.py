@@ -35,9 +35,7 @@ class MetricsLog:
         if self._rows or not self._tables:
             columns = zip(*self._rows, strict=True) if self._rows else [[]] * len(SCHEMA)
             self._tables.append(
-                pa.Table.from_arrays(
-                    [pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA
-                )
+                pa.Table.from_arrays([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
             )
             self._rows = []
         return pa.concat_tables(self._tables)
@@ -45,11 +43,7 @@ class MetricsLog:
     def epoch_values(self, split: str, name: str) -> dict[int, float]:
         """Value of a per-epoch metric by epoch."""
         rows = self.table().to_pylist()
-        return {
-            r["epoch"]: r["value"]
-            for r in rows
-            if (r["kind"], r["split"], r["name"]) == ("epoch", split, name)
-        }
+        return {r["epoch"]: r["value"] for r in rows if (r["kind"], r["split"], r["name"]) == ("epoch", split, name)}
 
     def to_bytes(self) -> bytes:
         """The rows as a Parquet file."""

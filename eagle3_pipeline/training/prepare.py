@@ -82,6 +82,8 @@ def prepare(job: Job, emit: Emit) -> Bench:
     device = resolve_device(job)
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True, warn_only=True)
+        # A debugging aid that writes every new tensor once more.
+        torch.utils.deterministic.fill_uninitialized_memory = False
     verifier = read_verifier_config(job.verifier_path, job.trust_remote_code)
     check_aux_layers(job.aux_layer_ids, verifier)
     layers = build_layer_config(job.draft, verifier)

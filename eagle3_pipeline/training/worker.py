@@ -43,9 +43,7 @@ def _explain(error: Exception) -> str:
     if isinstance(error, Eagle3Error):
         return str(error)
     if type(error).__name__ == "OutOfMemoryError":
-        return (
-            f"out of GPU memory: lower training.batch_tokens and raise training.accumulate to match ({error})"
-        )
+        return f"out of GPU memory: lower training.batch_tokens and raise training.accumulate to match ({error})"
     return f"{type(error).__name__}: {error} (the traceback is in the worker's log)"
 
 

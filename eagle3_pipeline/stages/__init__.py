@@ -1,0 +1,1 @@
+"""One plain function per asset: from spec, inputs, store and engine to a published artifact."""

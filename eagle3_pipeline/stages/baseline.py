@@ -1,0 +1,130 @@
+"""The `baseline` asset: the undrafted verifier's greedy answers to the evaluation prompts, its speed, its states.
+
+Cached per verifier, so a new draft costs one load. The states let the draft be teacher-forced on the sequences that
+are served: greedy decoding with a draft gives the same ones.
+"""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eagle3_pipeline.data.sequences import SEQUENCE_SCHEMA
+from eagle3_pipeline.errors import ConfigError
+from eagle3_pipeline.evaluation.prompts import load_prompts, read_prompt_bytes
+from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
+from eagle3_pipeline.stages.fidelity import check_states
+from eagle3_pipeline.stages.verifier_outputs import chat_template, run_prompts
+from eagle3_pipeline.store.fingerprint import rows_content_id
+from eagle3_pipeline.store.objects import ArtifactWriter
+from eagle3_pipeline.store.shards import LAYER_CONVENTION, intact_records, seal_shards
+
+SEQUENCES = "sequences.parquet"
+SPEEDS = "speeds.parquet"
+SPEED_SCHEMA = pa.schema(
+    [
+        ("category", pa.string()),
+        ("num_prompts", pa.int32()),
+        ("num_new_tokens", pa.int64()),
+        ("elapsed_s", pa.float64()),
+    ]
+)
+
+
+def materialise_baseline(context: StageContext) -> StageResult:
+    """Answers the evaluation prompts without a draft."""
+    prompts = read_prompt_bytes(context.spec.evaluation.prompts)
+    identity = ids.baseline_identity(context.spec, context.verifier, prompts)
+    return context.materialise(identity, None, lambda writer: _produce(context, identity, writer))
+
+
+def prompt_rows(context: StageContext) -> dict[str, list[dict[str, Any]]]:
+    """Evaluation prompts as token ids, by category: rows of sequence_id, input_ids.
+
+    Raises:
+        ConfigError: a prompt does not fit `generation.max_sequence_tokens`.
+    """
+    template, spec = chat_template(context), context.spec
+    by_category: dict[str, list[dict[str, Any]]] = {}
+    for prompt in load_prompts(spec.evaluation.prompts):
+        text = template.render([{"role": "user", "content": prompt.prompt}], generation_prompt=True)
+        tokens = template.encode(text)
+        if len(tokens) + spec.evaluation.max_new_tokens > spec.generation.max_sequence_tokens:
+            raise ConfigError(
+                f"evaluation prompt {prompt.prompt[:60]!r}: {len(tokens)} + {spec.evaluation.max_new_tokens} tokens "
+                f"exceed generation.max_sequence_tokens {spec.generation.max_sequence_tokens}"
+            )
+        by_category.setdefault(prompt.category, []).append({"sequence_id": prompt.identity, "input_ids": tokens})
+    return by_category
+
+
+def greedy_sampling(context: StageContext) -> dict[str, Any]:
+    """Sampling parameters of the evaluation."""
+    stop = chat_template(context).stop_token_ids
+    return {"temperature": 0.0, "max_tokens": context.spec.evaluation.max_new_tokens, "stop_token_ids": stop}
+
+
+def _produce(context: StageContext, identity: Identity, writer: ArtifactWriter) -> Produced:
+    engine, spec = context.capturing_engine_spec(), context.spec.evaluation
+    sequences: list[dict[str, Any]] = []
+    speeds: list[dict[str, Any]] = []
+    for category, rows in prompt_rows(context).items():
+        folder = context.scratch(identity) / category
+        folder.mkdir(exist_ok=True)
+        answers, speed = run_prompts(
+            context,
+            engine,
+            folder,
+            rows,
+            greedy_sampling(context),
+            f"baseline {category}",
+            writer.folder,
+            include_output=True,
+            batch_size=spec.batch_size,
+        )
+        found = [_sequence(row, answers[row["sequence_id"]], category) for row in rows]
+        sequences += found
+        new_tokens = sum(len(s["input_ids"]) - s["num_prompt_tokens"] for s in found)
+        elapsed = new_tokens / max(speed["new_tokens_per_s"], 1e-9)
+        speeds.append(
+            {"category": category, "num_prompts": len(rows), "num_new_tokens": new_tokens, "elapsed_s": elapsed}
+        )
+    pq.write_table(pa.Table.from_pylist(sequences, SEQUENCE_SCHEMA), writer.folder / SEQUENCES)
+    pq.write_table(pa.Table.from_pylist(speeds, SPEED_SCHEMA), writer.folder / SPEEDS)
+    _seal(context, identity, writer, sequences)
+    total = sum(row["num_new_tokens"] for row in speeds)
+    elapsed = sum(row["elapsed_s"] for row in speeds)
+    metrics = {"num_prompts": len(sequences), "num_new_tokens": total, "tokens_per_s": total / max(elapsed, 1e-9)}
+    return Produced(rows_content_id(("sequence_id", "input_ids"), sequences), metrics)
+
+
+def _sequence(row: dict[str, Any], answer: dict[str, Any], category: str) -> dict[str, Any]:
+    prompt, sampled = row["input_ids"], answer["token_ids"]
+    return {
+        "sequence_id": row["sequence_id"],
+        "conversation_id": row["sequence_id"],
+        "turn": 0,
+        "input_ids": [*prompt, *sampled],
+        "loss_mask": [False] * len(prompt) + [True] * len(sampled),
+        "num_prompt_tokens": len(prompt),
+        "text": category,
+        "reasoning": "",
+        "finish_reason": answer["finish_reason"],
+        "mean_logprob": None,
+    }
+
+
+def _seal(context: StageContext, identity: Identity, writer: ArtifactWriter, sequences: list[dict[str, Any]]) -> None:
+    geometry = context.verifier.geometry(context.spec.capture)
+    tokens = {s["sequence_id"]: np.asarray(s["input_ids"][:-1], dtype=np.int32) for s in sequences}
+    records = intact_records(writer.folder, geometry)
+    metadata = {
+        "verifier": context.verifier.content_id,
+        "layer_ids": list(geometry.layer_ids),
+        "layer_convention": LAYER_CONVENTION,
+        "fingerprint": identity.fingerprint,
+    }
+    index = seal_shards(writer.folder, [records[i] for i in tokens], tokens, geometry, metadata)
+    check_states(writer.folder, index, tokens, geometry, context.spec.capture.min_layer_variance, ids.BASELINE)

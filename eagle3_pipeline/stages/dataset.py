@@ -1,0 +1,90 @@
+"""The `dataset` asset: a chunk's rows as normalised conversations, and the rejected rows with a reason each."""
+
+from collections import Counter
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eagle3_pipeline.data.conversations import (
+    CONTENT_COLUMNS,
+    CONVERSATION_SCHEMA,
+    REJECTED_SCHEMA,
+    Rejection,
+    conversation_id,
+    normalise,
+)
+from eagle3_pipeline.data.registry import Chunk
+from eagle3_pipeline.data.sources import RawRow, read_rows
+from eagle3_pipeline.errors import DataError
+from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline.stages.context import Produced, StageContext, StageResult
+from eagle3_pipeline.store.fingerprint import rows_content_id
+from eagle3_pipeline.store.objects import ArtifactWriter
+
+CONVERSATIONS = "conversations.parquet"
+REJECTED = "rejected.parquet"
+
+
+def materialise_dataset(context: StageContext, chunk_key: str) -> StageResult:
+    """Normalises one chunk.
+
+    Raises:
+        DataError: the file changed since the last sync, is unreadable, or too few of its rows are usable.
+    """
+    chunk = context.registry.chunk(chunk_key)
+    identity = ids.dataset_identity(context.spec, chunk)
+    return context.materialise(identity, chunk_key, lambda writer: _produce(context, chunk, writer))
+
+
+def _produce(context: StageContext, chunk: Chunk, writer: ArtifactWriter) -> Produced:
+    rows, rejected = _normalise_rows(context, chunk)
+    num_read = len(rows) + len(rejected)
+    spec = context.spec.dataset
+    where = f"{context.spec.name}: chunk {chunk.key} ({chunk.file} from row {chunk.row_start})"
+    reasons = Counter(row["reason"] for row in rejected)
+    if not num_read:
+        raise DataError(f"{where} is empty: its rows are gone from the source")
+    if len(rows) < max(1, spec.min_yield * num_read):
+        raise DataError(
+            f"{where}: {len(rows)} of {num_read} rows are usable, dataset.min_yield asks for {spec.min_yield:.0%}; "
+            f"rejected: {_reasons(reasons)}; first: {rejected[0]['detail'] if rejected else ''}"
+        )
+    pq.write_table(pa.Table.from_pylist(rows, CONVERSATION_SCHEMA), writer.folder / CONVERSATIONS)
+    pq.write_table(pa.Table.from_pylist(rejected, REJECTED_SCHEMA), writer.folder / REJECTED)
+    turns = sum(len(row["messages"]) for row in rows)
+    metrics = {"num_read": num_read, "num_samples": len(rows), "num_rejected": len(rejected), "num_turns": turns}
+    return Produced(rows_content_id(CONTENT_COLUMNS, rows), metrics, dict(reasons))
+
+
+def _reasons(reasons: Counter[str]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in reasons.most_common()) or "none"
+
+
+def _normalise_rows(context: StageContext, chunk: Chunk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    accepted: list[dict[str, Any]] = []
+    rejected: list[dict[str, Any]] = []
+    duplicates = set(chunk.duplicate_rows)
+    spec = context.spec.dataset
+    found = read_rows(spec, chunk.file, chunk.row_start, chunk.byte_start, chunk.num_rows)
+    checked = []
+    for row in found:
+        checked.append(row.digest)
+        outcome = _outcome(row, row.number in duplicates, spec.format)
+        if isinstance(outcome, Rejection):
+            rejected.append(
+                {"row_number": row.number, "reason": outcome.reason, "detail": outcome.detail, "raw": row.raw}
+            )
+        else:
+            identity = conversation_id(outcome)
+            accepted.append({"conversation_id": identity, "row_number": row.number, "messages": outcome})
+    chunk.check_content(checked)
+    return accepted, rejected
+
+
+def _outcome(row: RawRow, is_duplicate: bool, row_format: str) -> list[dict[str, str]] | Rejection:
+    if is_duplicate:
+        return Rejection("duplicate", "an earlier row of the source has the same content")
+    if row.value is None:
+        return Rejection(row.reason, f"row {row.number} is not a usable JSON object")
+    return normalise(row.value, row_format)

@@ -1,0 +1,87 @@
+"""The `draft_checkpoint` asset: trains the draft on all chunks in a worker process."""
+
+from typing import Any
+
+from eagle3_pipeline.errors import TrainingError
+from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
+from eagle3_pipeline.stages.progress import ProgressLog
+from eagle3_pipeline.stages.verifier_outputs import SEQUENCES
+from eagle3_pipeline.stages.vocab_map import VOCAB_MAP_FILE
+from eagle3_pipeline.store.fingerprint import digest
+from eagle3_pipeline.store.objects import Artifact, ArtifactWriter
+from eagle3_pipeline.workers import run_worker
+
+WORKER = "eagle3_pipeline.training.worker"
+CURVES = "curves.png"
+METRICS = "metrics.parquet"
+
+
+def materialise_checkpoint(context: StageContext) -> StageResult:
+    """Trains, or returns the checkpoint of the same data and settings.
+
+    Raises:
+        StaleInputError: a chunk or the vocabulary is not materialised.
+        TrainingError: with the worker's message or its log's tail.
+    """
+    chunks = context.all_chunks()
+    sequences = {key: context.upstream(ids.SYNTHETIC_GENERATIONS, key) for key in chunks}
+    states = {key: context.upstream(ids.HIDDEN_STATES, key) for key in chunks}
+    vocab = context.upstream(ids.VOCAB_MAP)
+    identity = ids.checkpoint_identity(
+        context.spec, context.verifier, vocab.manifest.content_id, _contents(sequences), _contents(states)
+    )
+
+    def produce(writer: ArtifactWriter) -> Produced:
+        folders = [
+            {"chunk": key, "sequences": str(sequences[key].path(SEQUENCES)), "hidden_states": str(states[key].folder)}
+            for key in chunks
+        ]
+        for artifact in states.values():
+            context.store.verify(artifact)
+        job = worker_job(context, vocab, folders)
+        job |= {"job": "train", "output": str(writer.folder), "init_from": None, "fingerprint": identity.fingerprint}
+        result = run_training_worker(context, job, identity, "training")
+        return Produced(_content_id(writer), {k: float(v) for k, v in result["metrics"].items()})
+
+    return context.materialise(identity, None, produce)
+
+
+def _contents(artifacts: dict[str, Artifact]) -> dict[str, str]:
+    return {key: artifact.manifest.content_id for key, artifact in artifacts.items()}
+
+
+def _content_id(writer: ArtifactWriter) -> str:
+    names = ("config.json", "model.safetensors")
+    return digest(writer.checksums(names))
+
+
+def worker_job(context: StageContext, vocab: Artifact, chunks: list[dict[str, str]]) -> dict[str, Any]:
+    """The part of a training worker's spec that training and simulation share."""
+    spec, verifier = context.spec, context.verifier
+    return {
+        "verifier": {"path": verifier.path, "trust_remote_code": spec.verifier.trust_remote_code},
+        "aux_layer_ids": list(verifier.geometry(spec.capture).layer_ids[:-1]),
+        "draft": spec.draft.model_dump(mode="json"),
+        "training": spec.training.model_dump(mode="json"),
+        "vocab_map": str(vocab.path(VOCAB_MAP_FILE)),
+        "chunks": chunks,
+    }
+
+
+def run_training_worker(context: StageContext, job: dict[str, Any], identity: Identity, what: str) -> dict[str, Any]:
+    """Runs the worker under a lease of one device."""
+
+    progress = ProgressLog(context.log, what, every_s=0.0)
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event["event"] == "progress":
+            progress(event)
+        elif "message" in event:
+            context.log(f"{what}: {event['message']}")
+
+    timeout = context.spec.resources.lease_timeout_s
+    with context.engines.lease(1, f"{what} of {context.spec.name}", timeout, context.log) as lease:
+        environment = lease.environment() if lease.gpus else {}
+        folder = context.scratch(identity)
+        return run_worker(WORKER, job, folder, on_event, TrainingError, f"{context.spec.name}: {what}", environment)

@@ -1,0 +1,129 @@
+"""Fingerprints of all stages: which semantic keys and which inputs each one reads. The planner uses the same."""
+
+import hashlib
+from typing import Any
+
+from eagle3_pipeline.config import PipelineSpec
+from eagle3_pipeline.data.registry import Chunk
+from eagle3_pipeline.data.verifier import Verifier
+from eagle3_pipeline.stages.context import Identity
+from eagle3_pipeline.store.fingerprint import fingerprint
+
+VERIFIER = "verifier"
+DATASET = "dataset"
+SYNTHETIC_GENERATIONS = "synthetic_generations"
+HIDDEN_STATES = "hidden_states"
+VOCAB_MAP = "vocab_map"
+BASELINE = "baseline"
+DRAFT_CHECKPOINT = "draft_checkpoint"
+DRAFT_EVALUATION = "draft_evaluation"
+PUBLISHED_DRAFT = "published_draft"
+
+CHUNK_STAGES = (DATASET, SYNTHETIC_GENERATIONS, HIDDEN_STATES)
+
+# Raised when a stage's code or file format changes what it produces.
+FORMAT_VERSIONS = {
+    VERIFIER: 1,
+    DATASET: 1,
+    SYNTHETIC_GENERATIONS: 1,
+    HIDDEN_STATES: 1,
+    VOCAB_MAP: 1,
+    BASELINE: 1,
+    DRAFT_CHECKPOINT: 1,
+    DRAFT_EVALUATION: 1,
+    PUBLISHED_DRAFT: 1,
+}
+_PASSTHROUGH_KEYS = ("mode", "max_sequence_tokens", "chat_template_kwargs")
+
+
+def semantic_part(spec: PipelineSpec, stage: str) -> dict[str, Any]:
+    """The semantic keys of the pipeline file that `stage` reads; also its Dagster code version."""
+    verifier, generation, evaluation = spec.verifier.semantic(), spec.generation.semantic(), spec.evaluation.semantic()
+    if generation["mode"] == "passthrough":
+        generation = {key: generation[key] for key in _PASSTHROUGH_KEYS}
+    baseline_keys = ("max_new_tokens", "batch_size")
+    parts: dict[str, dict[str, Any]] = {
+        VERIFIER: {},
+        DATASET: {"dataset": spec.dataset.semantic()},
+        SYNTHETIC_GENERATIONS: {"verifier": verifier, "generation": generation},
+        HIDDEN_STATES: {"dtype": spec.verifier.dtype, "capture": spec.capture.semantic()},
+        VOCAB_MAP: {"vocab": spec.vocab.semantic()},
+        BASELINE: {
+            "verifier": verifier,
+            "chat_template_kwargs": generation["chat_template_kwargs"],
+            "capture": spec.capture.semantic(),
+            "evaluation": {key: evaluation[key] for key in baseline_keys},
+        },
+        DRAFT_CHECKPOINT: {"draft": spec.draft.semantic(), "training": spec.training.semantic()},
+        DRAFT_EVALUATION: {"evaluation": evaluation},
+        PUBLISHED_DRAFT: {"publish": spec.publish.semantic()},
+    }
+    return parts[stage]
+
+
+def code_version(spec: PipelineSpec, stage: str) -> str:
+    """Dagster's code version of a stage: format version and hash of its semantic keys."""
+    return f"{FORMAT_VERSIONS[stage]}-{fingerprint(stage, FORMAT_VERSIONS[stage], semantic_part(spec, stage), {})[:12]}"
+
+
+def identify(spec: PipelineSpec, stage: str, inputs: dict[str, Any]) -> Identity:
+    """The identity of `stage` for these inputs."""
+    part, version = semantic_part(spec, stage), FORMAT_VERSIONS[stage]
+    return Identity(stage, version, part, inputs, fingerprint(stage, version, part, inputs))
+
+
+def verifier_identity(spec: PipelineSpec, verifier: Verifier) -> Identity:
+    """The verifier, by the content of its files."""
+    return identify(spec, VERIFIER, {"files": verifier.content_id})
+
+
+def dataset_identity(spec: PipelineSpec, chunk: Chunk) -> Identity:
+    """The normalised rows of a chunk."""
+    return identify(spec, DATASET, {"rows": chunk.content_id})
+
+
+def generations_identity(spec: PipelineSpec, verifier: Verifier, dataset_content: str) -> Identity:
+    """The training sequences of a chunk."""
+    return identify(spec, SYNTHETIC_GENERATIONS, {"verifier": verifier.content_id, "dataset": dataset_content})
+
+
+def hidden_states_identity(spec: PipelineSpec, verifier: Verifier, input_ids_content: str) -> Identity:
+    """The states of a chunk: by verifier, layers and ordered token ids; masks do not enter."""
+    layers = list(verifier.geometry(spec.capture).layer_ids)
+    inputs = {"verifier": verifier.content_id, "layer_ids": layers, "input_ids": input_ids_content}
+    return identify(spec, HIDDEN_STATES, inputs)
+
+
+def vocab_identity(spec: PipelineSpec, verifier: Verifier, token_counts: dict[str, str]) -> Identity:
+    """The draft vocabulary over all chunks' token counts."""
+    return identify(spec, VOCAB_MAP, {"vocab_size": verifier.vocab_size, "token_counts": token_counts})
+
+
+def baseline_identity(spec: PipelineSpec, verifier: Verifier, prompts: bytes) -> Identity:
+    """The undrafted verifier on the evaluation prompts."""
+    layers = list(verifier.geometry(spec.capture).layer_ids)
+    prompts_id = hashlib.sha256(prompts).hexdigest()[:32]
+    return identify(spec, BASELINE, {"verifier": verifier.content_id, "layer_ids": layers, "prompts": prompts_id})
+
+
+def checkpoint_identity(
+    spec: PipelineSpec, verifier: Verifier, vocab: str, sequences: dict[str, str], hidden_states: dict[str, str]
+) -> Identity:
+    """The draft trained on all chunks."""
+    inputs = {
+        "verifier": verifier.content_id,
+        "vocab_map": vocab,
+        "synthetic_generations": sequences,
+        "hidden_states": hidden_states,
+    }
+    return identify(spec, DRAFT_CHECKPOINT, inputs)
+
+
+def evaluation_identity(spec: PipelineSpec, checkpoint: str, baseline: str) -> Identity:
+    """One draft against the baseline."""
+    return identify(spec, DRAFT_EVALUATION, {"draft_checkpoint": checkpoint, "baseline": baseline})
+
+
+def publication_identity(spec: PipelineSpec, evaluation: str) -> Identity:
+    """The decision about one evaluation; names no artifact, only what was decided on."""
+    return identify(spec, PUBLISHED_DRAFT, {"draft_evaluation": evaluation})
