@@ -1,6 +1,6 @@
 """What every stage gets, and the one way in which stages are cached."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -129,6 +129,17 @@ class StageContext:
             where = f"{stage}[{chunk}]" if chunk else stage
             raise StaleInputError(f"{self.spec.name}: {where} is not materialised; materialise it first")
         return artifact
+
+    def referenced(self) -> Iterator[Artifact]:
+        """Every artifact that this pipeline uses now; damaged ones are reported and left out."""
+        for stage, reference in self.references.all():
+            try:
+                artifact = self.store.get(stage, reference.fingerprint)
+            except CorruptArtifactError as error:
+                self.log(str(error))
+                continue
+            if artifact:
+                yield artifact
 
     def all_chunks(self) -> list[str]:
         """Keys of all chunks that hold rows.

@@ -1,6 +1,7 @@
 """`pipelines/<P>/<stage>/<chunk>.json`: which artifact a pipeline uses where; what `gc` counts."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,3 +44,11 @@ class References:
             return Reference(**json.loads(self._path(stage, chunk).read_bytes()))
         except (OSError, ValueError, TypeError):
             return None
+
+    def all(self) -> Iterator[tuple[str, Reference]]:
+        """All pointers, with their stages."""
+        for path in sorted(self.folder.glob("*/*.json")):
+            chunk = None if path.stem == UNPARTITIONED else path.stem
+            reference = self.get(path.parent.name, chunk)
+            if reference:
+                yield path.parent.name, reference

@@ -1,0 +1,1 @@
+"""Dagster assets: each resolves its pipeline, calls one stage function and attaches metadata."""

@@ -1,0 +1,83 @@
+"""What all asset modules share: keys, metadata, errors."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import dagster as dg
+
+from eagle3_pipeline.assets.resources import PipelineHome
+from eagle3_pipeline.config import PipelineSpec
+from eagle3_pipeline.errors import Eagle3Error
+from eagle3_pipeline.stages.context import StageContext, StageResult
+from eagle3_pipeline.stages.identity import code_version
+from eagle3_pipeline.store.manifest import Manifest
+
+GPU_POOL = "gpu"
+OWNERS = ["team:drafting"]
+
+
+def asset_key(spec: PipelineSpec, stage: str) -> dg.AssetKey:
+    """`[pipeline, stage]`."""
+    return dg.AssetKey([spec.name, stage])
+
+
+def asset_arguments(spec: PipelineSpec, stage: str, kinds: set[str]) -> dict[str, Any]:
+    """Keyword arguments that every asset (spec) of a pipeline takes."""
+    return {
+        "key": asset_key(spec, stage),
+        "group_name": spec.name,
+        "code_version": code_version(spec, stage),
+        "kinds": kinds,
+        "owners": OWNERS,
+    }
+
+
+@contextlib.contextmanager
+def stage_context(context: dg.AssetExecutionContext, spec: PipelineSpec, home: PipelineHome) -> Iterator[StageContext]:
+    """The stage's context; our errors become Dagster failures whose description is the whole message."""
+    try:
+        yield StageContext(spec, log=context.log.info, home=home.path())
+    except Eagle3Error as error:
+        raise dg.Failure(description=str(error), metadata={"error": type(error).__name__}) from error
+
+
+def manifest_metadata(manifest: Manifest, recomputed: bool) -> dict[str, Any]:
+    """Numeric metadata of an artifact: its metrics, rejected rows by reason, bytes, seconds, where it came from."""
+    metadata: dict[str, Any] = dict(manifest.metrics)
+    metadata |= {f"rejected_{reason}": count for reason, count in manifest.rejected.items()}
+    metadata["artifact_bytes"] = manifest.size_bytes
+    metadata["wall_s"] = manifest.wall_s
+    metadata["recomputed"] = recomputed
+    metadata["fingerprint"] = manifest.fingerprint
+    return metadata
+
+
+def stage_output(
+    spec: PipelineSpec,
+    stage: str,
+    result: StageResult,
+    checks: list[dg.AssetCheckResult] | None = None,
+    extra: dict[str, Any] | None = None,
+) -> dg.MaterializeResult:
+    """The Dagster result of a stage: data version, metadata, checks."""
+    metadata = manifest_metadata(result.manifest, result.recomputed) | (extra or {})
+    metadata["folder"] = dg.MetadataValue.path(str(result.artifact.folder))
+    return dg.MaterializeResult(
+        asset_key=asset_key(spec, stage),
+        data_version=dg.DataVersion(result.manifest.content_id),
+        metadata=metadata,
+        check_results=checks or [],
+    )
+
+
+def check(spec: PipelineSpec, stage: str, name: str, passed: bool, **metadata: float) -> dg.AssetCheckResult:
+    """An inline check's result."""
+    return dg.AssetCheckResult(
+        asset_key=asset_key(spec, stage), check_name=name, passed=passed, metadata=dict(metadata)
+    )
+
+
+def check_spec(spec: PipelineSpec, stage: str, name: str, description: str) -> dg.AssetCheckSpec:
+    """An inline check's declaration."""
+    return dg.AssetCheckSpec(name=name, asset=asset_key(spec, stage), description=description)

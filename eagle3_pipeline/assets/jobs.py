@@ -1,0 +1,47 @@
+"""Jobs for people: the partitioned half of the graph, and the unpartitioned tail."""
+
+from typing import Any
+
+import dagster as dg
+
+from eagle3_pipeline.assets.common import asset_key
+from eagle3_pipeline.assets.partitions import chunk_partitions
+from eagle3_pipeline.config import PipelineSpec
+from eagle3_pipeline.stages import identity as ids
+
+PREPARE_DATA = "prepare_data"
+GENERATE_AND_CAPTURE = "generate_and_capture"
+MEASURE_BASELINE = "measure_baseline"
+TRAIN_AND_EVALUATE = "train_and_evaluate"
+
+JOB_STAGES = {
+    PREPARE_DATA: (ids.DATASET,),
+    GENERATE_AND_CAPTURE: (ids.SYNTHETIC_GENERATIONS, ids.HIDDEN_STATES),
+    MEASURE_BASELINE: (ids.VERIFIER, ids.BASELINE),
+    TRAIN_AND_EVALUATE: (ids.VOCAB_MAP, ids.DRAFT_CHECKPOINT, ids.DRAFT_EVALUATION, ids.PUBLISHED_DRAFT),
+}
+_DESCRIPTIONS = {
+    PREPARE_DATA: "Normalises the chunks that are selected.",
+    GENERATE_AND_CAPTURE: "Answers the chunks' prompts with the verifier and captures its hidden states.",
+    MEASURE_BASELINE: "Resolves the verifier and measures it without a draft.",
+    TRAIN_AND_EVALUATE: "Vocabulary, training, evaluation and promotion over all chunks.",
+}
+
+
+def job_name(spec: PipelineSpec, job: str) -> str:
+    """Name of a pipeline's job."""
+    return f"{spec.name}__{job}"
+
+
+def build_jobs(spec: PipelineSpec) -> list[Any]:
+    """The jobs of a pipeline."""
+    return [
+        dg.define_asset_job(
+            job_name(spec, job),
+            selection=[asset_key(spec, stage) for stage in stages],
+            partitions_def=chunk_partitions(spec) if stages[0] in ids.CHUNK_STAGES else None,
+            description=_DESCRIPTIONS[job],
+            tags={"eagle3/pipeline": spec.name, "eagle3/spec_hash": spec.spec_hash()},
+        )
+        for job, stages in JOB_STAGES.items()
+    ]

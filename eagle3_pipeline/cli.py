@@ -1,0 +1,164 @@
+"""`eagle3`: the command line of the pipelines."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from tabulate import tabulate
+
+from eagle3_pipeline.config import enabled_pipelines, find_pipeline, pipeline_files, project_home
+from eagle3_pipeline.engine.state import EngineState
+from eagle3_pipeline.errors import Eagle3Error
+from eagle3_pipeline.planning import plan as make_plan
+from eagle3_pipeline.stages.context import StageContext
+
+
+class _Group(click.Group):
+    """Shows our errors as one message without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Eagle3Error as error:
+            click.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
+            sys.exit(1)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="eagle3-pipeline")
+def main() -> None:
+    """Turn conversations and a verifier LLM into an EAGLE-3 draft that vLLM serves.
+
+    Every stage of every data chunk is a cached asset; only what is really missing is computed.
+
+    \b
+    A first look:      eagle3 demo
+    What is stale:     eagle3 plan smollm2_demo
+    New data arrived:  eagle3 sync-chunks PIPELINE, then eagle3 materialize PIPELINE
+
+    Pipelines are YAML files: those of the package and of the folders in EAGLE3_PIPELINES. Everything mutable lies under
+    EAGLE3_HOME (default: .eagle3 beside the checkout).
+    """
+
+
+def _pipeline_argument(function: Callable) -> Callable:
+    return click.argument("pipeline", metavar="PIPELINE")(function)
+
+
+@main.command()
+def home() -> None:
+    """Print the DAGSTER_HOME that the Dagster UI needs; make it on first use."""
+    from eagle3_pipeline.assets.launch import dagster_home
+
+    click.echo(dagster_home())
+
+
+@main.command()
+def pipelines() -> None:
+    """List pipelines, and which are loaded into Dagster (EAGLE3_ENABLED)."""
+    enabled = {spec.name for spec in enabled_pipelines()}
+    rows = [[name, "yes" if name in enabled else "", path] for name, path in sorted(pipeline_files().items())]
+    click.echo(tabulate(rows, ["pipeline", "loaded", "file"]))
+
+
+@main.command()
+@_pipeline_argument
+@click.option("--json", "as_json", is_flag=True, help="Print every line as JSON.")
+@click.option("--why", metavar="CHUNK", help="Print the lines of one chunk with their reasons ('all': every line).")
+def plan(pipeline: str, as_json: bool, why: str | None) -> None:
+    """Show what is fresh, missing, stale or pending, and why. Starts nothing."""
+    result = make_plan(StageContext(find_pipeline(pipeline)))
+    if as_json:
+        click.echo(json.dumps(result.to_json(), indent=2))
+    elif why:
+        rows = [[r.stage, r.chunk, r.status, r.reason] for r in result.rows if why == "all" or r.chunk in ("", why)]
+        click.echo(tabulate(rows, ["stage", "chunk", "status", "why"]))
+    else:
+        click.echo(result.table())
+        click.echo(f"\n{len(result.todo)} of {len(result.rows)} lines are not fresh")
+
+
+@main.command("sync-chunks")
+@_pipeline_argument
+def sync_chunks(pipeline: str) -> None:
+    """Look at the source: append new chunks, mark changed ones as unsynced."""
+    from eagle3_pipeline.assets import launch
+
+    with launch.open_instance() as instance:
+        launch.sync_chunks(find_pipeline(pipeline), instance, click.echo)
+
+
+@main.command()
+@_pipeline_argument
+def materialize(pipeline: str) -> None:
+    """Materialise everything that is not fresh, in this process, on the instance that `make dev` shows."""
+    from eagle3_pipeline.assets import launch
+    from eagle3_pipeline.definitions import build_definitions
+
+    spec = find_pipeline(pipeline)
+    with launch.open_instance() as instance:
+        launched = launch.materialise_stale(spec, build_definitions([spec]), instance, click.echo)
+    starts = sum(launched.engine_starts.values())
+    click.echo(f"{pipeline}: {launched.num_runs} runs, {starts} engine starts")
+
+
+@main.command()
+def demo() -> None:
+    """Train, serve and measure a draft of SmolLM2-135M on this machine's CPU."""
+    from eagle3_pipeline.demo import run_demo
+
+    run_demo(click.echo)
+
+
+@main.command()
+@_pipeline_argument
+def verify(pipeline: str) -> None:
+    """Compare every file that the pipeline uses with its checksum; damaged artifacts go to quarantine."""
+    context = StageContext(find_pipeline(pipeline))
+    damaged = 0
+    artifacts = list(context.referenced())
+    for artifact in artifacts:
+        try:
+            context.store.verify(artifact)
+        except Eagle3Error as error:
+            damaged += 1
+            click.secho(str(error), fg="red")
+    click.echo(f"{len(artifacts)} artifacts read, {damaged} damaged")
+    sys.exit(1 if damaged else 0)
+
+
+@main.group()
+def engine() -> None:
+    """See and stop resident engines."""
+
+
+def _engine_rows(folder: Path) -> list[list[Any]]:
+    rows = []
+    for path in sorted(folder.glob("*/spec.json")):
+        state = EngineState(path.parent)
+        seen = state.read()
+        phase = seen.get("phase", "unknown") if state.is_alive() else "not running"
+        rows.append([path.parent.name, phase, seen.get("pid"), seen.get("jobs", 0), state.spec().describe()])
+    return rows
+
+
+@engine.command("list")
+def engine_list() -> None:
+    """List engines: phase, process, jobs answered, what they load."""
+    rows = _engine_rows(project_home() / "engines")
+    click.echo(tabulate(rows, ["engine", "phase", "pid", "jobs", "loads"]) if rows else "no engine ever ran here")
+
+
+@engine.command("stop")
+def engine_stop() -> None:
+    """Stop all engines, busy ones too."""
+    from eagle3_pipeline.engine.manager import EngineManager
+
+    EngineManager(project_home(), 0).stop_all(click.echo)
+
+
+if __name__ == "__main__":
+    main()

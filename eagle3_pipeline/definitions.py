@@ -1,0 +1,40 @@
+"""The Dagster code location: one call per enabled pipeline. Imports neither torch nor vLLM."""
+
+import dagster as dg
+
+from eagle3_pipeline.assets.baseline import build_baseline
+from eagle3_pipeline.assets.dataset import build_dataset
+from eagle3_pipeline.assets.draft_checkpoint import build_draft_checkpoint
+from eagle3_pipeline.assets.draft_evaluation import build_draft_evaluation
+from eagle3_pipeline.assets.jobs import build_jobs
+from eagle3_pipeline.assets.published_draft import build_published_draft
+from eagle3_pipeline.assets.resources import PipelineHome
+from eagle3_pipeline.assets.source_rows import build_source_rows
+from eagle3_pipeline.assets.verifier import build_verifier
+from eagle3_pipeline.assets.verifier_outputs import build_verifier_outputs
+from eagle3_pipeline.assets.vocab_map import build_vocab_map
+from eagle3_pipeline.config import PipelineSpec, enabled_pipelines
+
+_BUILDERS = (
+    build_source_rows,
+    build_verifier,
+    build_dataset,
+    build_verifier_outputs,
+    build_vocab_map,
+    build_baseline,
+    build_draft_checkpoint,
+    build_draft_evaluation,
+    build_published_draft,
+)
+
+
+def build_definitions(specs: list[PipelineSpec]) -> dg.Definitions:
+    """All assets and jobs of these pipelines, side by side."""
+    return dg.Definitions(
+        assets=[build(spec) for spec in specs for build in _BUILDERS],
+        jobs=[job for spec in specs for job in build_jobs(spec)],
+        resources={"home": PipelineHome()},
+    )
+
+
+defs = build_definitions(enabled_pipelines())

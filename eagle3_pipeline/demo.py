@@ -1,0 +1,100 @@
+"""`make demo`: the whole chain on real input, through the Dagster instance that `make dev` opens."""
+
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow.parquet as pq
+from tabulate import tabulate
+
+from eagle3_pipeline.config import PipelineSpec, find_pipeline, project_home
+from eagle3_pipeline.data.smollm2 import prepare_model, prepare_prompts
+from eagle3_pipeline.evaluation.prompts import load_prompts
+from eagle3_pipeline.evaluation.report import evaluation_table, simulation_table
+from eagle3_pipeline.planning import plan
+from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline.stages.context import StageContext
+from eagle3_pipeline.stages.draft_evaluation import EVALUATION
+from eagle3_pipeline.stages.published_draft import LINK
+
+PIPELINE = "smollm2_demo"
+_NUM_CHUNKS = 4
+_TAIL = (ids.VERIFIER, ids.BASELINE, ids.VOCAB_MAP, ids.DRAFT_CHECKPOINT, ids.DRAFT_EVALUATION)
+Log = Callable[[str], None]
+
+
+def run_demo(log: Log) -> None:
+    """Prepares what is missing, runs what is stale, prints what came out.
+
+    Raises:
+        Eagle3Error: a stage failed; its message says where and what to do.
+    """
+    from eagle3_pipeline.assets import launch
+    from eagle3_pipeline.definitions import build_definitions
+
+    started = time.monotonic()
+    spec = find_pipeline(PIPELINE)
+    _prepare(spec, log)
+    context = StageContext(spec, log)
+    starts_before = len(context.engines.starts())
+    with launch.open_instance() as instance:
+        launch.sync_chunks(spec, instance, log)
+        first = plan(context)
+        if first.todo:
+            log(first.table())
+            launched = launch.materialise_stale(spec, build_definitions([spec]), instance, log)
+            num_runs = launched.num_runs
+            context.engines.stop_all(log)
+        else:
+            log("Nothing is to be done: every stage of every chunk is fresh.")
+            num_runs = 0
+    starts = len(context.engines.starts()) - starts_before
+    _print_results(context, log)
+    log(f"\n{num_runs} Dagster runs, {starts} engine starts, {time.monotonic() - started:.0f} s, {_peak_memory()}")
+    log(f"The draft that vLLM serves: {context.references.folder / LINK}")
+    log("Open the Dagster UI on these assets: make dev, then http://localhost:3000")
+
+
+def _prepare(spec: PipelineSpec, log: Log) -> None:
+    home = project_home()
+    prepare_model(home / "models" / "SmolLM2-135M-Instruct", log)
+    held_out = {prompt.prompt for prompt in load_prompts(spec.evaluation.prompts)}
+    count = _NUM_CHUNKS * spec.dataset.samples_per_chunk
+    prepare_prompts(home / "data" / PIPELINE / "prompts.jsonl", count, held_out, log)
+
+
+def _print_results(context: StageContext, log: Log) -> None:
+    rows = [_stage_row(context, stage) for stage in (*ids.CHUNK_STAGES, *_TAIL)]
+    headers = ["stage", "artifacts", "seconds", "tokens", "tok/s", "bytes"]
+    log("\n" + tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 5)))
+    evaluation = context.upstream(ids.DRAFT_EVALUATION)
+    metrics = evaluation.manifest.metrics
+    log("\n" + evaluation_table(pq.read_table(evaluation.path(EVALUATION)).to_pylist(), "simple"))
+    accepted = [metrics[f"{name}_accepted_per_draft"] for name in ("served", "simulated", "untrained")]
+    log("\n" + simulation_table(*accepted, tablefmt="simple"))
+    different, ties = int(metrics["num_differences"]), int(metrics["num_near_ties"])
+    log(f"\nAnswers with the draft that differ from those without: {different}, of these near-ties: {ties}")
+
+
+def _stage_row(context: StageContext, stage: str) -> list[Any]:
+    keys = context.all_chunks() if stage in ids.CHUNK_STAGES else [None]
+    manifests = [context.upstream(stage, key).manifest for key in keys]
+    seconds = sum(m.wall_s for m in manifests)
+    tokens = sum(m.metrics.get("num_tokens", m.metrics.get("num_new_tokens", 0)) for m in manifests)
+    speeds = [m.metrics["tokens_per_s"] for m in manifests if "tokens_per_s" in m.metrics]
+    speed = f"{sum(speeds) / len(speeds):,.0f}" if speeds else ""
+    return [
+        stage,
+        len(manifests),
+        f"{seconds:.1f}",
+        f"{tokens:,.0f}" if tokens else "",
+        speed,
+        f"{sum(m.size_bytes for m in manifests):,}",
+    ]
+
+
+def _peak_memory() -> str:
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return f"largest process {max(own, children) / 2**20:.1f} GiB"

@@ -1,0 +1,127 @@
+"""A killed and resumed run equals an uninterrupted one, bit for bit."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from eagle3_pipeline.training.job import Job
+from eagle3_pipeline.training.loop import Trainer, train
+from eagle3_pipeline.training.resume import ResumeStore
+from eagle3_pipeline_tests.training.conftest import Events, SpecMaker
+
+SETTINGS: dict[str, Any] = {"epochs": 3, "lr": 1e-2, "batch_tokens": 48, "accumulate": 2, "weight_decay": 0.01}
+EVERY_STEP = {"resume_every_s": 0}
+TIMING = {"tokens_per_s", "data_wait_share", "peak_memory_bytes"}
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+def files(output: Path) -> tuple[bytes, list[dict[str, Any]]]:
+    """What must be equal: the weights, and every metric that is not a time or a size of this process."""
+    rows = [r for r in pq.read_table(output / "metrics.parquet").to_pylist() if r["name"] not in TIMING]
+    return (output / "model.safetensors").read_bytes(), rows
+
+
+def test_killed_while_exporting(
+    spec_in: SpecMaker, tmp_path: Path, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(Job.parse(spec_in(tmp_path / "whole", **SETTINGS)), events)
+    job = Job.parse(spec_in(tmp_path / "cut", **SETTINGS))
+
+    def die(model: Any, folder: Path) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr("eagle3_pipeline.training.loop.export_draft", die)
+        train(job, events)
+    train(job, events)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_stopped_at_any_step_equals_uninterrupted(
+    spec_in: SpecMaker, tmp_path: Path, events: Events, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    whole = train(Job.parse(spec_in(tmp_path / "whole", EVERY_STEP, **SETTINGS, optimizer=optimizer)), events)
+    job = Job.parse(spec_in(tmp_path / "cut", EVERY_STEP, **SETTINGS, optimizer=optimizer))
+    step, num_steps = Trainer._step, int(whole["metrics"]["steps"])
+    stops = sorted(random.Random(optimizer).sample(range(1, num_steps), 2))
+    for stop in stops:
+
+        def step_or_die(self: Trainer, group: Any, stop: int = stop) -> None:
+            if self.progress.step == stop:
+                raise Killed
+            step(self, group)
+
+        monkeypatch.setattr(Trainer, "_step", step_or_die)
+        with pytest.raises(Killed):
+            train(job, events)
+        # A resumed process has another generator state than the one that died.
+        torch.manual_seed(99)
+    monkeypatch.setattr(Trainer, "_step", step)
+    resumed = train(job, events)
+    assert [e["message"] for e in events.of("log") if "resumed" in e["message"]][-1].endswith(f"step {stops[1]}")
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+    equal = resumed["metrics"].keys() - TIMING
+    assert {k: resumed["metrics"][k] for k in equal} == {k: whole["metrics"][k] for k in equal}
+    assert not (tmp_path / "cut" / "resume").exists()
+
+
+def test_killed_worker_goes_on(spec_in: SpecMaker, tmp_path: Path, events: Events) -> None:
+    train(Job.parse(spec_in(tmp_path / "whole", EVERY_STEP, **SETTINGS)), events)
+    output = tmp_path / "cut"
+    path = tmp_path / "spec.json"
+    path.write_text(json.dumps(spec_in(output, EVERY_STEP, **SETTINGS)))
+    command = [sys.executable, "-m", "eagle3_pipeline.training.worker", str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while process.poll() is None and not (output / "resume" / "state.pt").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(random.random() * 0.2)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    if not (output / "config.json").exists():
+        assert (output / "resume" / "state.pt").exists()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert (done.returncode, last["event"]) == (0, "result"), done.stderr
+    assert files(output) == files(tmp_path / "whole")
+
+
+def test_state_of_another_fingerprint_is_ignored(tmp_path: Path) -> None:
+    store = ResumeStore(tmp_path, "old")
+    store.save({"progress": {"best_epoch": 0}})
+    assert ResumeStore(tmp_path, "old").load() is not None
+    assert ResumeStore(tmp_path, "new").load() is None
+
+
+def test_damaged_state_is_ignored(tmp_path: Path) -> None:
+    store = ResumeStore(tmp_path, "f")
+    store.save({"progress": {"best_epoch": 0}})
+    path = tmp_path / "resume" / "state.pt"
+    path.write_bytes(path.read_bytes()[:-30])
+    assert store.load() is None
+    path.write_bytes(b"not a state")
+    assert store.load() is None
+
+
+def test_state_without_its_best_weights_is_ignored(tmp_path: Path) -> None:
+    store = ResumeStore(tmp_path, "f")
+    store.save_best(1, {"a": torch.ones(2)})
+    store.save_best(2, {"a": torch.zeros(2)})
+    store.save({"progress": {"best_epoch": 2}})
+    assert sorted(p.name for p in (tmp_path / "resume").iterdir()) == ["best-0002.safetensors", "state.pt"]
+    assert torch.equal(store.load_best(2)["a"], torch.zeros(2))
+    (tmp_path / "resume" / "best-0002.safetensors").unlink()
+    assert store.load() is None
