@@ -30,7 +30,7 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="eagle3-pipeline")
 def main() -> None:
-    """Turn conversations and a verifier LLM into an EAGLE-3 draft that vLLM serves.
+    r"""Turn conversations and a verifier LLM into an EAGLE-3 draft that vLLM serves.
 
     Every stage of every data chunk is a cached asset; only what is really missing is computed.
 

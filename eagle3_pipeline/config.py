@@ -19,8 +19,8 @@ from eagle3_pipeline.errors import ConfigError
 
 PACKAGE_PIPELINES = Path(__file__).parent / "pipelines"
 DEFAULT_ENABLED = "smollm2_demo"
-EXECUTION = {"kind": "execution"}
-LOCATOR = {"kind": "locator"}
+EXECUTION: dict[str, Any] = {"kind": "execution"}
+LOCATOR: dict[str, Any] = {"kind": "locator"}
 
 
 def project_home() -> Path:
@@ -59,6 +59,8 @@ class Section(BaseModel):
 
 
 class VerifierSpec(Section):
+    """The large model whose answers the draft learns to predict."""
+
     model: str = locator(..., "Hugging Face id or local folder; ${VAR} is expanded")
     revision: str | None = locator(None, "commit or tag of the Hugging Face id; null: the default branch")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = semantic("auto", "compute type of the verifier")
@@ -68,6 +70,8 @@ class VerifierSpec(Section):
 
 
 class DatasetSpec(Section):
+    """Where conversations come from and how they are cut into chunks."""
+
     source: Literal["files", "huggingface"] = locator("files", "where rows come from")
     path: str = locator(..., "glob of JSONL/Parquet files, or a Hugging Face id or folder; ${VAR} is expanded")
     subset: str | None = locator(None, "configuration name of the Hugging Face data set")
@@ -80,6 +84,8 @@ class DatasetSpec(Section):
 
 
 class GenerationSpec(Section):
+    """How training sequences are made from conversations."""
+
     mode: Literal["regenerate", "passthrough"] = semantic(
         "regenerate", "regenerate: the verifier answers anew; passthrough: the data set's answers are kept"
     )
@@ -97,6 +103,8 @@ class GenerationSpec(Section):
 
 
 class CaptureSpec(Section):
+    """Which hidden states are captured and how they are stored."""
+
     aux_layer_ids: list[int] | None = semantic(None, "inputs of these layers (vLLM's ids); null: [2, n//2, n-3]")
     dtype: Literal["bfloat16"] = semantic("bfloat16", "storage type of hidden states")
     max_shard_bytes: int = execution(4 * 2**30, "largest shard file; a longer single sequence gets its own", ge=2**16)
@@ -104,11 +112,15 @@ class CaptureSpec(Section):
 
 
 class VocabSpec(Section):
+    """The draft's vocabulary."""
+
     draft_vocab_size: int = semantic(32000, "tokens the draft can propose", ge=2)
     min_coverage: float = execution(0.9, "fail if these tokens cover a smaller share of supervised tokens", ge=0, le=1)
 
 
 class DraftSpec(Section):
+    """Geometry of the draft; unset keys follow the verifier."""
+
     num_hidden_layers: Literal[1] = semantic(1, "decoder layers; vLLM serves one")
     intermediate_size: int | None = semantic(None, "null: the verifier's")
     num_attention_heads: int | None = semantic(None, "null: the verifier's")
@@ -123,11 +135,15 @@ class DraftSpec(Section):
 
 
 class NoiseSpec(Section):
+    """Noise on the aux hidden states."""
+
     kind: Literal["gaussian", "uniform", "none"] = semantic("gaussian", "noise added to aux states in training")
     scale: float = semantic(0.05, "standard deviation (gaussian) or half width (uniform)", ge=0)
 
 
 class TrainingSpec(Section):
+    """How the draft is trained."""
+
     epochs: int = semantic(10, "passes over the training sequences", ge=1)
     lr: float = semantic(3e-5, "peak learning rate", gt=0)
     optimizer: Literal["adamw", "muon"] = semantic("adamw", "muon: for 2-D weights, AdamW for the rest")
@@ -153,6 +169,8 @@ class TrainingSpec(Section):
 
 
 class EvaluationSpec(Section):
+    """How the draft is measured when vLLM serves it."""
+
     prompts: str = locator("builtin:demo", "JSONL of {category, prompt}, or builtin:demo; ${VAR} is expanded")
     num_speculative_tokens: int = semantic(3, "tokens drafted per step", ge=1)
     max_new_tokens: int = semantic(64, "longest answer in tokens", ge=1)
@@ -161,10 +179,14 @@ class EvaluationSpec(Section):
 
 
 class PublishSpec(Section):
+    """When a draft replaces the champion."""
+
     min_improvement: float = semantic(0.0, "acceptance length by which a challenger must beat the champion")
 
 
 class ResourcesSpec(Section):
+    """GPUs, memory and batch sizes of the engine."""
+
     num_gpus: int | None = execution(None, "GPUs of this machine; null: what is there; 0: one CPU slot", ge=0)
     tensor_parallel_size: int = execution(1, "GPUs that hold one verifier", ge=1)
     gpu_memory_utilization: float = execution(0.85, "share of GPU memory that vLLM takes", gt=0, le=1)
@@ -178,6 +200,8 @@ class ResourcesSpec(Section):
 
 
 class ScheduleSpec(Section):
+    """When nightly runs look for work."""
+
     cron: str = execution("30 2 * * *", "when the nightly retrain looks for stale chunks")
     timezone: str = execution("UTC", "time zone of cron")
 

@@ -71,8 +71,7 @@ def _print_results(context: StageContext, log: Log) -> None:
     evaluation = context.upstream(ids.DRAFT_EVALUATION)
     metrics = evaluation.manifest.metrics
     log("\n" + evaluation_table(pq.read_table(evaluation.path(EVALUATION)).to_pylist(), "simple"))
-    accepted = [metrics[f"{name}_accepted_per_draft"] for name in ("served", "simulated", "untrained")]
-    log("\n" + simulation_table(*accepted, tablefmt="simple"))
+    log("\n" + simulation_table(metrics, "simple"))
     different, ties = int(metrics["num_differences"]), int(metrics["num_near_ties"])
     log(f"\nAnswers with the draft that differ from those without: {different}, of these near-ties: {ties}")
 

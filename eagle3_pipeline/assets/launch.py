@@ -13,7 +13,6 @@ from eagle3_pipeline.assets.partitions import publish_chunks
 from eagle3_pipeline.config import PipelineSpec, project_home
 from eagle3_pipeline.errors import Eagle3Error
 from eagle3_pipeline.planning import Plan, plan
-from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.context import StageContext
 
 _RUN_CONFIG = {"loggers": {"console": {"config": {"log_level": "INFO"}}}}

@@ -15,5 +15,5 @@ def build_source_rows(spec: PipelineSpec) -> dg.AssetSpec:
         partitions_def=chunk_partitions(spec),
         kinds={spec.dataset.source},
         owners=OWNERS,
-        description="Rows of the source that a chunk holds (file, first row, number of rows). Registered by sync-chunks.",
+        description="Rows of the source that a chunk holds: file, first row, number of rows.",
     )

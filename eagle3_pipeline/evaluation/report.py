@@ -1,5 +1,6 @@
 """The evaluation as a table and as Markdown."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from tabulate import tabulate
@@ -40,26 +41,24 @@ def evaluation_table(rows: list[dict[str, Any]], tablefmt: str = "github") -> st
     return tabulate(table, headers, tablefmt=tablefmt, disable_numparse=True)
 
 
-def simulation_table(served: float, simulated: float, untrained: float, tablefmt: str = "github") -> str:
+def simulation_table(metrics: Mapping[str, float], tablefmt: str = "github") -> str:
     """Accepted tokens per draft step: served, teacher-forced on the served sequences, and the untrained draft's.
 
     Args:
-        served: trained draft, from vLLM's counters.
-        simulated: trained draft, teacher-forced.
-        untrained: the draft before its first step, teacher-forced.
+        metrics: of the evaluation: served_, simulated_ and untrained_accepted_per_draft.
         tablefmt: a format of `tabulate`.
     """
-    table = [
-        ["trained, served by vLLM", f"{served:.3f}"],
-        ["trained, simulated on the served sequences", f"{simulated:.3f}"],
-        ["untrained, simulated on the served sequences", f"{untrained:.3f}"],
-    ]
+    names = {
+        "served": "trained, served by vLLM",
+        "simulated": "trained, simulated on the served sequences",
+        "untrained": "untrained, simulated on the served sequences",
+    }
+    table = [[text, f"{metrics[f'{name}_accepted_per_draft']:.3f}"] for name, text in names.items()]
     return tabulate(table, ["draft", "accepted tokens per draft step"], tablefmt=tablefmt, disable_numparse=True)
 
 
 def markdown_report(pipeline: str, rows: list[dict[str, Any]], metrics: dict[str, float], notes: list[str]) -> str:
     """`report.md`."""
-    accepted = [metrics[f"{name}_accepted_per_draft"] for name in ("served", "simulated", "untrained")]
-    parts = [f"# Evaluation of {pipeline}", evaluation_table(rows), simulation_table(*accepted)]
+    parts = [f"# Evaluation of {pipeline}", evaluation_table(rows), simulation_table(metrics)]
     parts.append("\n".join(f"- {note}" for note in notes))
     return "\n\n".join(parts) + "\n"

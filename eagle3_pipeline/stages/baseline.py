@@ -6,7 +6,6 @@ are served: greedy decoding with a draft gives the same ones.
 
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -14,12 +13,12 @@ from eagle3_pipeline.data.sequences import SEQUENCE_SCHEMA
 from eagle3_pipeline.errors import ConfigError
 from eagle3_pipeline.evaluation.prompts import load_prompts, read_prompt_bytes
 from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline.stages.capture import captured_tokens, seal_capture
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
-from eagle3_pipeline.stages.fidelity import check_states
-from eagle3_pipeline.stages.verifier_outputs import chat_template, run_prompts
+from eagle3_pipeline.stages.prompting import PromptBatch, chat_template, run_prompts
 from eagle3_pipeline.store.fingerprint import rows_content_id
 from eagle3_pipeline.store.objects import ArtifactWriter
-from eagle3_pipeline.store.shards import LAYER_CONVENTION, intact_records, seal_shards
+from eagle3_pipeline.store.shards import intact_records
 
 SEQUENCES = "sequences.parquet"
 SPEEDS = "speeds.parquet"
@@ -67,23 +66,20 @@ def greedy_sampling(context: StageContext) -> dict[str, Any]:
 
 
 def _produce(context: StageContext, identity: Identity, writer: ArtifactWriter) -> Produced:
-    engine, spec = context.capturing_engine_spec(), context.spec.evaluation
+    engine = context.capturing_engine_spec()
     sequences: list[dict[str, Any]] = []
     speeds: list[dict[str, Any]] = []
     for category, rows in prompt_rows(context).items():
-        folder = context.scratch(identity) / category
-        folder.mkdir(exist_ok=True)
-        answers, speed = run_prompts(
-            context,
-            engine,
-            folder,
+        batch = PromptBatch(
+            f"baseline {category}",
+            context.scratch(identity) / category,
             rows,
             greedy_sampling(context),
-            f"baseline {category}",
             writer.folder,
             include_output=True,
-            batch_size=spec.batch_size,
+            batch_size=context.spec.evaluation.batch_size,
         )
+        answers, speed = run_prompts(context, engine, batch)
         found = [_sequence(row, answers[row["sequence_id"]], category) for row in rows]
         sequences += found
         new_tokens = sum(len(s["input_ids"]) - s["num_prompt_tokens"] for s in found)
@@ -93,7 +89,9 @@ def _produce(context: StageContext, identity: Identity, writer: ArtifactWriter) 
         )
     pq.write_table(pa.Table.from_pylist(sequences, SEQUENCE_SCHEMA), writer.folder / SEQUENCES)
     pq.write_table(pa.Table.from_pylist(speeds, SPEED_SCHEMA), writer.folder / SPEEDS)
-    _seal(context, identity, writer, sequences)
+    tokens = captured_tokens(sequences)
+    records = intact_records(writer.folder, context.verifier.geometry(context.spec.capture))
+    seal_capture(context, f"{context.spec.name}: baseline", writer.folder, tokens, records, identity.fingerprint)
     total = sum(row["num_new_tokens"] for row in speeds)
     elapsed = sum(row["elapsed_s"] for row in speeds)
     metrics = {"num_prompts": len(sequences), "num_new_tokens": total, "tokens_per_s": total / max(elapsed, 1e-9)}
@@ -114,17 +112,3 @@ def _sequence(row: dict[str, Any], answer: dict[str, Any], category: str) -> dic
         "finish_reason": answer["finish_reason"],
         "mean_logprob": None,
     }
-
-
-def _seal(context: StageContext, identity: Identity, writer: ArtifactWriter, sequences: list[dict[str, Any]]) -> None:
-    geometry = context.verifier.geometry(context.spec.capture)
-    tokens = {s["sequence_id"]: np.asarray(s["input_ids"][:-1], dtype=np.int32) for s in sequences}
-    records = intact_records(writer.folder, geometry)
-    metadata = {
-        "verifier": context.verifier.content_id,
-        "layer_ids": list(geometry.layer_ids),
-        "layer_convention": LAYER_CONVENTION,
-        "fingerprint": identity.fingerprint,
-    }
-    index = seal_shards(writer.folder, [records[i] for i in tokens], tokens, geometry, metadata)
-    check_states(writer.folder, index, tokens, geometry, context.spec.capture.min_layer_variance, ids.BASELINE)

@@ -1,6 +1,6 @@
 """What every stage gets, and the one way in which stages are cached."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -39,7 +39,7 @@ class Produced:
     """What a stage says of the files that it wrote."""
 
     content_id: str
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
     rejected: dict[str, int] = field(default_factory=dict)
     content_ids: dict[str, str] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class StageContext:
             execution=self.spec.resources.model_dump(mode="json"),
             inputs=identity.inputs,
             content_ids=produced.content_ids,
-            metrics=produced.metrics,
+            metrics=dict(produced.metrics),
             rejected=produced.rejected,
             provenance=produced.provenance,
         )

@@ -71,7 +71,6 @@ def worker_job(context: StageContext, vocab: Artifact, chunks: list[dict[str, st
 
 def run_training_worker(context: StageContext, job: dict[str, Any], identity: Identity, what: str) -> dict[str, Any]:
     """Runs the worker under a lease of one device."""
-
     progress = ProgressLog(context.log, what, every_s=0.0)
 
     def on_event(event: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """The `draft_evaluation` asset: serves verifier and draft in vLLM and compares with the baseline."""
 
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from eagle3_pipeline.stages import baseline as baseline_stage
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
 from eagle3_pipeline.stages.draft_checkpoint import run_training_worker, worker_job
-from eagle3_pipeline.stages.verifier_outputs import run_prompts
+from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
 from eagle3_pipeline.store.fingerprint import rows_content_id
 from eagle3_pipeline.store.objects import Artifact, ArtifactWriter
 
@@ -109,20 +110,17 @@ def _engine(context: StageContext, checkpoint: Artifact) -> EngineSpec:
 
 def _serve(context: StageContext, identity: Identity, checkpoint: Artifact) -> list[Served]:
     engine, spec = _engine(context, checkpoint), context.spec.evaluation
+    sampling = baseline_stage.greedy_sampling(context)
     served = []
     # One connection all along: the engine must not retire between two categories.
     with context.engines.acquire(engine, context.log) as client:
         for category, rows in baseline_stage.prompt_rows(context).items():
             folder = context.scratch(identity) / category
-            folder.mkdir(exist_ok=True)
             # An interrupted measurement is repeated: counters and times of a part cannot be joined.
-            for stale in folder.iterdir():
-                stale.unlink()
+            shutil.rmtree(folder, ignore_errors=True)
             before = client.request("counters")
-            sampling = baseline_stage.greedy_sampling(context)
-            answers, speed = run_prompts(
-                context, engine, folder, rows, sampling, f"serving {category}", batch_size=spec.batch_size
-            )
+            batch = PromptBatch(f"serving {category}", folder, rows, sampling, batch_size=spec.batch_size)
+            answers, speed = run_prompts(context, engine, batch)
             acceptance = from_counters(before, client.request("counters"), spec.num_speculative_tokens)
             if not acceptance.num_drafts:
                 raise EvaluationError(f"{context.spec.name}: vLLM drafted nothing for category {category}")
@@ -169,11 +167,10 @@ def _compare(
 
 def _gap_at(context: StageContext, engine: EngineSpec, identity: Identity, prefix: list[int]) -> float:
     folder = context.scratch(identity) / "gaps"
-    folder.mkdir(exist_ok=True)
-    (folder / "journal.jsonl").unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
     sampling = {"temperature": 0.0, "max_tokens": 1, "logprobs": 2}
-    rows = [{"sequence_id": "gap", "input_ids": prefix}]
-    answers, _ = run_prompts(context, engine, folder, rows, sampling, "measuring a gap")
+    batch = PromptBatch("measuring a gap", folder, [{"sequence_id": "gap", "input_ids": prefix}], sampling)
+    answers, _ = run_prompts(context, engine, batch)
     return answers["gap"]["top_gaps"][0]
 
 

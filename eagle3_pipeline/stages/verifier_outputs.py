@@ -10,11 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle3_pipeline.data.chat_template import ChatTemplate, load_tokenizer
+from eagle3_pipeline.data.chat_template import ChatTemplate
 from eagle3_pipeline.data.sequences import (
     CONTENT_COLUMNS,
     REJECTED_SCHEMA,
@@ -28,25 +27,20 @@ from eagle3_pipeline.data.sequences import (
     passthrough_sequences,
     sequence_from_answer,
 )
-from eagle3_pipeline.engine.jobs import GenerateJob, read_journal
-from eagle3_pipeline.engine.spec import EngineSpec
-from eagle3_pipeline.errors import CaptureError, DataError
+from eagle3_pipeline.errors import DataError
 from eagle3_pipeline.stages import dataset as dataset_stage
 from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline.stages.capture import captured_tokens, complete_records, prefill, seal_capture
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
-from eagle3_pipeline.stages.fidelity import check_states
-from eagle3_pipeline.stages.progress import ProgressLog
-from eagle3_pipeline.store import atomic
+from eagle3_pipeline.stages.prompting import PromptBatch, chat_template, run_prompts
 from eagle3_pipeline.store.fingerprint import digest, rows_content_id, token_lists_id
 from eagle3_pipeline.store.objects import Artifact, ArtifactWriter
-from eagle3_pipeline.store.shards import INDEX_NAME, LAYER_CONVENTION, intact_records, read_index, seal_shards
+from eagle3_pipeline.store.shards import intact_records
 
 SEQUENCES = "sequences.parquet"
 TOKEN_COUNTS = "token_counts.parquet"
 REJECTED = "rejected.parquet"
 _CAPTURE = "capture"
-_JOURNAL = "journal.jsonl"
-_PROMPTS = "prompts.parquet"
 
 
 @dataclass(frozen=True)
@@ -88,14 +82,6 @@ def materialise_outputs(
     return ChunkOutputs(made, states)
 
 
-def chat_template(context: StageContext) -> ChatTemplate:
-    """The verifier's template with this pipeline's settings."""
-    spec = context.spec
-    tokenizer = load_tokenizer(context.verifier.path, spec.verifier.trust_remote_code)
-    kwargs, stop_tokens = spec.generation.chat_template_kwargs, spec.verifier.stop_tokens
-    return ChatTemplate(tokenizer, spec.verifier.chat_template, kwargs, stop_tokens)
-
-
 def _one_pass(context: StageContext) -> bool:
     """Whether to capture while generating: vLLM on CPU samples garbage from a capturing engine, greedy is right."""
     generation = context.spec.generation
@@ -121,7 +107,8 @@ def _generate(
             for row in conversations
             for item in passthrough_sequences(row["conversation_id"], row["messages"], template, spec)
         ]
-        sequences, rejected, speed = _split(items), [i for i in items if isinstance(i, RejectedTurn)], {}
+        sequences, rejected = _split(items), [i for i in items if isinstance(i, RejectedTurn)]
+        speed: dict[str, float] = {}
     else:
         sequences, rejected, speed = _regenerate(context, chunk, conversations, template, identity, captured)
     return _write_sequences(context, chunk, writer, sequences, rejected, speed)
@@ -157,53 +144,11 @@ def _regenerate(
     }
     engine = context.capturing_engine_spec() if captured else context.engine_spec()
     rows = [{"sequence_id": p.sequence_id, "input_ids": p.input_ids} for p in prompts]
-    answers, speed = run_prompts(context, engine, folder, rows, sampling, f"generating chunk {chunk}", captured, True)
+    batch = PromptBatch(f"generating chunk {chunk}", folder, rows, sampling, captured, include_output=True)
+    answers, speed = run_prompts(context, engine, batch)
     outcomes = [sequence_from_answer(p, answers[p.sequence_id], template, spec) for p in prompts]
     rejected += [outcome for outcome in outcomes if isinstance(outcome, RejectedTurn)]
     return _split(outcomes), rejected, speed
-
-
-def run_prompts(
-    context: StageContext,
-    engine: EngineSpec,
-    folder: Path,
-    rows: list[dict[str, Any]],
-    sampling: dict[str, Any],
-    what: str,
-    captured: Path | None = None,
-    include_output: bool = False,
-    batch_size: int = 0,
-) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
-    """Sends a chunk of prompts to an engine and returns its answers by sequence id, and its speed.
-
-    Args:
-        context: the pipeline.
-        engine: which engine.
-        folder: scratch folder that holds the prompts and the journal; a rerun continues from it.
-        rows: sequence_id and input_ids.
-        sampling: sampling parameters.
-        what: names the work in the log.
-        captured: shard folder, if states are captured.
-        include_output: capture sampled tokens too.
-        batch_size: most requests in flight; 0: as many as the engine takes.
-    """
-    schema = pa.schema([("sequence_id", pa.string()), ("input_ids", pa.list_(pa.int32()))])
-    prompts, journal = folder / _PROMPTS, folder / _JOURNAL
-    pq.write_table(pa.Table.from_pylist(rows, schema), prompts)
-    job = GenerateJob(
-        str(prompts), str(journal), sampling, str(captured) if captured else "", include_output, batch_size
-    )
-    with context.engines.acquire(engine, context.log) as client:
-        counts = client.generate(job, ProgressLog(context.log, what))
-    elapsed = max(counts["elapsed_s"], 1e-9)
-    tokens = counts["prompt_tokens"] + counts["new_tokens"]
-    speed = {
-        "engine_s": counts["elapsed_s"],
-        "tokens_per_s": tokens / elapsed,
-        "new_tokens_per_s": counts["new_tokens"] / elapsed,
-        "num_reused_rows": counts["reused"],
-    }
-    return read_journal(journal), speed
 
 
 def _write_sequences(
@@ -263,55 +208,25 @@ def _capture(
     captured: Path | None,
 ) -> Produced:
     """Takes the shards of the generating pass if they are complete, else prefills the stored sequences."""
-    columns = ["sequence_id", "input_ids"]
-    rows = pq.read_table(sequences.path(SEQUENCES), columns=columns).to_pylist()
-    tokens = {row["sequence_id"]: np.asarray(row["input_ids"][:-1], dtype=np.int32) for row in rows}
-    geometry = context.verifier.geometry(context.spec.capture)
-    records = intact_records(captured, geometry) if captured else {}
-    complete = all(i in records and records[i].num_tokens == len(ids_) for i, ids_ in tokens.items())
+    where = f"{context.spec.name}: chunk {chunk}"
+    rows = pq.read_table(sequences.path(SEQUENCES), columns=["sequence_id", "input_ids"]).to_pylist()
+    tokens = captured_tokens(rows)
+    records = complete_records(context, captured, tokens) if captured else None
+    one_pass = records is not None
     speed: dict[str, float] = {}
-    if captured and complete:
+    if captured and records:
         for path in captured.iterdir():
             shutil.move(path, writer.folder / path.name)
     else:
-        context.require_capture_space(writer.folder, sum(map(len, tokens.values())))
-        speed = _prefill(context, chunk, tokens, identity, writer.folder)
-        records = intact_records(writer.folder, geometry)
-    kept = [records[i] for i in tokens if i in records]
-    if len(kept) < len(tokens):
-        missing = next(i for i in tokens if i not in records)
-        raise CaptureError(
-            f"{len(tokens) - len(kept)} of {len(tokens)} sequences of chunk {chunk} have no intact states, first: {missing}"
-        )
-    metadata = {
-        "verifier": context.verifier.content_id,
-        "layer_ids": list(geometry.layer_ids),
-        "layer_convention": LAYER_CONVENTION,
-        "fingerprint": identity.fingerprint,
-    }
-    seal_shards(writer.folder, kept, tokens, geometry, metadata)
-    statistics = check_states(
-        writer.folder, read_index(writer.folder), tokens, geometry, context.spec.capture.min_layer_variance, chunk
-    )
-    num_bytes = sum(path.stat().st_size for path in writer.folder.iterdir() if path.name != INDEX_NAME)
+        speed = prefill(context, f"capturing chunk {chunk}", tokens, identity, writer.folder)
+        records = intact_records(writer.folder, context.verifier.geometry(context.spec.capture))
+    statistics = seal_capture(context, where, writer.folder, tokens, records, identity.fingerprint)
     metrics = {
         "num_sequences": len(tokens),
         "num_tokens": sum(map(len, tokens.values())),
-        "hidden_states_bytes": num_bytes,
-        "one_pass": float(bool(captured and complete)),
+        "hidden_states_bytes": sum(path.stat().st_size for path in writer.folder.glob("shard-*.safetensors")),
+        "one_pass": float(one_pass),
         **statistics,
         **speed,
     }
     return Produced(identity.fingerprint, metrics)
-
-
-def _prefill(
-    context: StageContext, chunk: str, tokens: dict[str, np.ndarray], identity: Identity, folder: Path
-) -> dict[str, float]:
-    scratch = context.scratch(identity)
-    rows = [{"sequence_id": i, "input_ids": ids_.tolist()} for i, ids_ in tokens.items()]
-    sampling = {"temperature": 0.0, "max_tokens": 1}
-    engine = context.capturing_engine_spec()
-    _, speed = run_prompts(context, engine, scratch, rows, sampling, f"capturing chunk {chunk}", folder)
-    shutil.rmtree(scratch, ignore_errors=True)
-    return speed

@@ -28,7 +28,7 @@ def materialise_vocab_map(context: StageContext) -> StageResult:
 
 def _produce(context: StageContext, chunks: list[Artifact], writer: ArtifactWriter) -> Produced:
     spec = context.spec.vocab
-    pairs = []
+    pairs: list[tuple[int, int]] = []
     for artifact in chunks:
         table = pq.read_table(artifact.path(TOKEN_COUNTS))
         pairs += zip(table["token_id"].to_pylist(), table["count"].to_pylist(), strict=True)

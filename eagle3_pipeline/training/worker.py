@@ -1,12 +1,14 @@
 """The training worker: `python -m eagle3_pipeline.training.worker SPEC.json`; events go to standard output.
 
-SPEC.json holds what `job.Job` describes. Job "train" ends with `result` {metrics, stopped_early}, job "simulate" with
-`result` {full_acc, conditional_acc, acceptance_length, ...}; a failure ends with `error` and exit code 1.
+SPEC.json holds what `job.Job` describes; job "simulate" takes a list of `checkpoints`. Job "train" ends with `result`
+{metrics, stopped_early}, job "simulate" with `result` {simulations: a {full_acc, acceptance_length, ...} a checkpoint};
+a failure ends with `error` and exit code 1.
 """
 
 import json
 import sys
 import traceback
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +21,8 @@ def main(spec_path: Path) -> int:
     """Runs the job of a spec file and returns the exit code."""
     send = partial(emit, claim_stdout())
     try:
-        job = Job.parse(json.loads(spec_path.read_text()))
+        spec = json.loads(spec_path.read_text())
+        job = Job.parse(spec)
         # Imported late, so that a wrong import is an event too.
         if job.kind == "train":
             from eagle3_pipeline.training.loop import train
@@ -28,7 +31,8 @@ def main(spec_path: Path) -> int:
         elif job.kind == "simulate":
             from eagle3_pipeline.training.simulate import simulate
 
-            result = simulate(job, send)
+            jobs = [replace(job, checkpoint=Path(path) if path else None) for path in spec["checkpoints"]]
+            result = {"simulations": [simulate(one, send) for one in jobs]}
         else:
             raise TrainingError(f"{spec_path}: job is {job.kind!r}, expected train or simulate")
     except Exception as error:

@@ -1,0 +1,68 @@
+"""Turns captured rows into sealed, checked shards; captures stored sequences by prefill."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from eagle3_pipeline.errors import CaptureError
+from eagle3_pipeline.stages.context import Identity, StageContext
+from eagle3_pipeline.stages.fidelity import check_states
+from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
+from eagle3_pipeline.store.shards import LAYER_CONVENTION, ShardRecord, intact_records, seal_shards
+
+Tokens = dict[str, np.ndarray]
+
+
+def captured_tokens(rows: list[dict]) -> Tokens:
+    """Input ids [n-1] of each sequence, by its id: the state of the last token predicts nothing that is trained on."""
+    return {row["sequence_id"]: np.asarray(row["input_ids"][:-1], dtype=np.int32) for row in rows}
+
+
+def complete_records(context: StageContext, folder: Path, tokens: Tokens) -> dict[str, ShardRecord] | None:
+    """The records of all sequences, if every one is there, intact and as long as it should be."""
+    records = intact_records(folder, context.verifier.geometry(context.spec.capture))
+    complete = all(i in records and records[i].num_tokens == len(ids) for i, ids in tokens.items())
+    return records if complete else None
+
+
+def prefill(context: StageContext, what: str, tokens: Tokens, identity: Identity, folder: Path) -> dict[str, float]:
+    """Captures stored sequences into `folder`; returns the engine's speed."""
+    num_tokens = sum(map(len, tokens.values()))
+    context.require_capture_space(folder, num_tokens)
+    scratch = context.scratch(identity)
+    rows = [{"sequence_id": i, "input_ids": ids.tolist()} for i, ids in tokens.items()]
+    batch = PromptBatch(what, scratch, rows, {"temperature": 0.0, "max_tokens": 1}, folder)
+    _, speed = run_prompts(context, context.capturing_engine_spec(), batch)
+    shutil.rmtree(scratch, ignore_errors=True)
+    return speed
+
+
+def seal_capture(
+    context: StageContext,
+    where: str,
+    folder: Path,
+    tokens: Tokens,
+    records: Mapping[str, ShardRecord],
+    fingerprint: str,
+) -> dict[str, float]:
+    """Seals the shards of `folder` and checks what they hold; returns the checks' statistics.
+
+    Raises:
+        CaptureError: a sequence is missing, or a check fails.
+    """
+    missing = [i for i in tokens if i not in records]
+    if missing:
+        raise CaptureError(
+            f"{where}: {len(missing)} of {len(tokens)} sequences have no intact states, first: {missing[0]}"
+        )
+    geometry = context.verifier.geometry(context.spec.capture)
+    metadata = {
+        "verifier": context.verifier.content_id,
+        "layer_ids": list(geometry.layer_ids),
+        "layer_convention": LAYER_CONVENTION,
+        "fingerprint": fingerprint,
+    }
+    index = seal_shards(folder, [records[i] for i in tokens], tokens, geometry, metadata)
+    return check_states(folder, index, tokens, geometry, context.spec.capture.min_layer_variance, where)

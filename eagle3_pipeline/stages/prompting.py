@@ -1,0 +1,84 @@
+"""Sends prompts to an engine: the template that renders them, the request of a chunk, its answers and speed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eagle3_pipeline.data.chat_template import ChatTemplate, load_tokenizer
+from eagle3_pipeline.engine.jobs import GenerateJob, read_journal
+from eagle3_pipeline.engine.spec import EngineSpec
+from eagle3_pipeline.stages.context import StageContext
+from eagle3_pipeline.stages.progress import ProgressLog
+
+JOURNAL = "journal.jsonl"
+_PROMPTS = "prompts.parquet"
+_PROMPT_SCHEMA = pa.schema([("sequence_id", pa.string()), ("input_ids", pa.list_(pa.int32()))])
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """One request of an engine.
+
+    Attributes:
+        what: names the work in the log.
+        folder: scratch folder of prompts and journal; a rerun continues from what it holds.
+        rows: sequence_id and input_ids of each prompt.
+        sampling: temperature, top_p, top_k, max_tokens, stop_token_ids, logprobs.
+        capture_folder: where states go; `None`: no capture.
+        include_output: capture sampled tokens too.
+        batch_size: most requests in flight; 0: as many as the engine takes.
+    """
+
+    what: str
+    folder: Path
+    rows: list[dict[str, Any]]
+    sampling: dict[str, Any]
+    capture_folder: Path | None = None
+    include_output: bool = False
+    batch_size: int = 0
+
+
+def chat_template(context: StageContext) -> ChatTemplate:
+    """The verifier's template with this pipeline's settings."""
+    spec = context.spec
+    tokenizer = load_tokenizer(context.verifier.path, spec.verifier.trust_remote_code)
+    kwargs, stop_tokens = spec.generation.chat_template_kwargs, spec.verifier.stop_tokens
+    return ChatTemplate(tokenizer, spec.verifier.chat_template, kwargs, stop_tokens)
+
+
+def run_prompts(
+    context: StageContext, engine: EngineSpec, batch: PromptBatch
+) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+    """Answers a batch.
+
+    Returns:
+        The answers by sequence id (as `engine.jobs` journals them), and engine_s, tokens_per_s (prompt and new
+        tokens), new_tokens_per_s, num_reused_rows.
+
+    Raises:
+        EngineError, CaptureError, DiskSpaceError: as the engine met them.
+    """
+    batch.folder.mkdir(parents=True, exist_ok=True)
+    prompts, journal = batch.folder / _PROMPTS, batch.folder / JOURNAL
+    pq.write_table(pa.Table.from_pylist(batch.rows, _PROMPT_SCHEMA), prompts)
+    job = GenerateJob(
+        str(prompts),
+        str(journal),
+        batch.sampling,
+        str(batch.capture_folder or ""),
+        batch.include_output,
+        batch.batch_size,
+    )
+    with context.engines.acquire(engine, context.log) as client:
+        counts = client.generate(job, ProgressLog(context.log, batch.what))
+    elapsed = max(counts["elapsed_s"], 1e-9)
+    speed = {
+        "engine_s": counts["elapsed_s"],
+        "tokens_per_s": (counts["prompt_tokens"] + counts["new_tokens"]) / elapsed,
+        "new_tokens_per_s": counts["new_tokens"] / elapsed,
+        "num_reused_rows": counts["reused"],
+    }
+    return read_journal(journal), speed

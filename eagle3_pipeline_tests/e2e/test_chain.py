@@ -1,0 +1,185 @@
+"""The whole chain with real vLLM on CPU. Tests of this module run in order and share what they materialise."""
+
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from safetensors import safe_open
+
+from eagle3_pipeline.config import PipelineSpec
+from eagle3_pipeline.planning import Status, plan
+from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline.stages.dataset import materialise_dataset
+from eagle3_pipeline.stages.verifier_outputs import SEQUENCES, materialise_outputs
+from eagle3_pipeline.store.objects import Artifact
+from eagle3_pipeline.store.shards import bf16_to_float32, map_states, read_index, shard_name
+from eagle3_pipeline_tests.e2e.conftest import Home
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+def captured_states(states: Artifact) -> dict[str, np.ndarray]:
+    """[n, A+1, H] float32 by sequence id."""
+    found = {}
+    for row in read_index(states.folder).to_pylist():
+        values, _ = map_states(states.folder / shard_name(row["shard"]))
+        found[row["sequence_id"]] = bf16_to_float32(values[row["row_start"] : row["row_start"] + row["num_tokens"]])
+    return found
+
+
+def assert_states_match_transformers(home: Home, sequences: Artifact, states: Artifact) -> None:
+    """Every layer within 2 % of Transformers in float32, its neighbours more than 20 % off."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(home.path / "models" / "tiny", dtype=torch.float32)
+    # Transformers' last entry is behind the final norm; the hook sees what goes into it.
+    before_norm: list[torch.Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda _m, args: before_norm.append(args[0]))
+    found = captured_states(states)
+    layer_ids = json.loads(_shard_metadata(states)["layer_ids"])
+    assert layer_ids == [2, 4, 5, 8]
+    for row in pq.read_table(sequences.path(SEQUENCES)).to_pylist():
+        ids_ = torch.tensor([row["input_ids"][:-1]])
+        before_norm.clear()
+        with torch.no_grad():
+            hidden = model(ids_, output_hidden_states=True).hidden_states
+        expected = {i: hidden[i][0].numpy() for i in range(len(hidden) - 1)} | {
+            len(hidden) - 1: before_norm[0][0].numpy()
+        }
+        for position, layer in enumerate(layer_ids):
+            got = found[row["sequence_id"]][:, position]
+            assert got.shape == expected[layer].shape
+            assert relative_error(got, expected[layer]) < 0.02
+            for neighbour in {layer - 1, layer + 1} & set(expected):
+                assert relative_error(got, expected[neighbour]) > 0.20
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def _shard_metadata(states: Artifact) -> dict[str, str]:
+    with safe_open(states.folder / shard_name(0), "np") as file:
+        return file.metadata()
+
+
+def test_states_captured_while_generating_match_transformers(home: Home, tiny: PipelineSpec) -> None:
+    context = home.context(tiny)
+    materialise_dataset(context, "000000")
+    made = materialise_outputs(context, "000000")
+    assert made.generations and made.hidden_states
+    assert made.hidden_states.manifest.metrics["one_pass"] == 1
+    assert len(context.engines.starts()) == 1
+    assert_states_match_transformers(home, made.generations.artifact, made.hidden_states.artifact)
+
+
+def test_prefilled_states_match_transformers(home: Home, tiny: PipelineSpec) -> None:
+    """The data set's own answers, captured by prefill on the same engine."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "x" * (i + 3)}]}
+        for i in range(6)
+    ]
+    (home.path / "answered.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    spec = home.write_pipeline(
+        "tiny_passthrough",
+        dataset={"path": "${EAGLE3_HOME}/answered.jsonl"},
+        generation={"mode": "passthrough", "max_new_tokens": 24, "max_sequence_tokens": 128},
+    )
+    home.sync(spec)
+    context = home.context(spec)
+    materialise_dataset(context, "000000")
+    made = materialise_outputs(context, "000000")
+    assert made.generations and made.hidden_states
+    assert made.hidden_states.manifest.metrics["one_pass"] == 0
+    assert len(context.engines.starts()) == 1, "the engine of the generating pipeline is reused"
+    assert_states_match_transformers(home, made.generations.artifact, made.hidden_states.artifact)
+
+
+def test_the_whole_graph_materialises(home: Home, tiny: PipelineSpec) -> None:
+    home.materialise(tiny)
+    assert plan(home.context(tiny)).todo == []
+    context = home.context(tiny)
+    assert len(context.engines.starts()) == 2, "one engine generates and measures the baseline, one serves the draft"
+    evaluation = context.upstream(ids.DRAFT_EVALUATION).manifest
+    assert evaluation.metrics["num_drafts"] > 0
+    assert evaluation.metrics["num_differences"] == evaluation.metrics["num_near_ties"]
+    link = context.references.folder / "published_draft"
+    assert (link / "config.json").exists()
+
+
+def test_a_second_run_starts_nothing(home: Home, tiny: PipelineSpec) -> None:
+    before = len(home.context(tiny).engines.starts())
+    launched = home.materialise(tiny)
+    assert launched.num_runs == 0
+    assert len(home.context(tiny).engines.starts()) == before
+
+
+def test_the_draft_opens_with_speculators_from_its_folder_alone(home: Home, tiny: PipelineSpec) -> None:
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    folder = home.context(tiny).upstream(ids.DRAFT_CHECKPOINT).folder
+    model = Eagle3DraftModel.from_pretrained(folder)
+    assert tuple(model.lm_head.weight.shape) == (160, 128)
+    assert int(model.t2d.sum()) == 160
+    config = json.loads((folder / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+
+
+def statuses(home: Home, spec: PipelineSpec) -> dict[str, set[Status]]:
+    found: dict[str, set[Status]] = {}
+    for row in plan(home.context(spec)).rows:
+        found.setdefault(row.stage, set()).add(row.status)
+    return found
+
+
+def stored_bytes(home: Home) -> int:
+    return sum(path.stat().st_size for path in (home.path / "store" / "objects").rglob("*") if path.is_file())
+
+
+def test_a_changed_temperature_makes_the_generations_stale(home: Home, tiny: PipelineSpec) -> None:
+    spec = home.write_pipeline("tiny_warm", generation={**_generation(), "temperature": 0.7})
+    home.sync(spec)
+    result = plan(home.context(spec))
+    found = statuses(home, spec)
+    assert found[ids.DATASET] == found[ids.VERIFIER] == found[ids.BASELINE] == {Status.FRESH}
+    assert found[ids.SYNTHETIC_GENERATIONS] == {Status.STALE}
+    for stage in (ids.HIDDEN_STATES, ids.VOCAB_MAP, ids.DRAFT_CHECKPOINT, ids.DRAFT_EVALUATION, ids.PUBLISHED_DRAFT):
+        assert found[stage] == {Status.PENDING}
+    reasons = {row.reason for row in result.rows if row.stage == ids.SYNTHETIC_GENERATIONS}
+    assert reasons == {"generation.temperature 0.0 -> 0.7"}
+
+
+def test_a_changed_learning_rate_shares_every_shard(home: Home, tiny: PipelineSpec) -> None:
+    spec = home.write_pipeline("tiny_fast", training={**_training(), "lr": 1.0e-3})
+    home.sync(spec)
+    found = statuses(home, spec)
+    for stage in (ids.VERIFIER, *ids.CHUNK_STAGES, ids.VOCAB_MAP, ids.BASELINE):
+        assert found[stage] == {Status.FRESH}
+    assert found[ids.DRAFT_CHECKPOINT] == {Status.STALE}
+    assert found[ids.DRAFT_EVALUATION] == found[ids.PUBLISHED_DRAFT] == {Status.PENDING}
+    before = stored_bytes(home)
+    context = home.context(spec)
+    for chunk in context.all_chunks():
+        materialise_dataset(context, chunk)
+        made = materialise_outputs(context, chunk)
+        assert made.generations and made.hidden_states
+        assert not made.generations.recomputed and not made.hidden_states.recomputed
+    assert stored_bytes(home) == before
+
+
+def test_a_changed_execution_key_makes_nothing_stale(home: Home, tiny: PipelineSpec) -> None:
+    spec = home.write_pipeline("tiny", resources={"num_gpus": 0, "max_num_seqs": 8, "cpu_kvcache_gib": 2.0})
+    assert plan(home.context(spec)).todo == []
+    home.write_pipeline("tiny")
+
+
+def _generation() -> dict:
+    return {"max_new_tokens": 24, "max_sequence_tokens": 128}
+
+
+def _training() -> dict:
+    from eagle3_pipeline_tests.e2e.conftest import PIPELINE
+
+    return PIPELINE["training"]
