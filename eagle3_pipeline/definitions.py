@@ -3,6 +3,7 @@
 import dagster as dg
 
 from eagle3_pipeline.assets.baseline import build_baseline
+from eagle3_pipeline.assets.console import short_console
 from eagle3_pipeline.assets.dataset import build_dataset
 from eagle3_pipeline.assets.draft_checkpoint import build_draft_checkpoint
 from eagle3_pipeline.assets.draft_evaluation import build_draft_evaluation
@@ -34,6 +35,7 @@ def build_definitions(specs: list[PipelineSpec]) -> dg.Definitions:
         assets=[build(spec) for spec in specs for build in _BUILDERS],
         jobs=[job for spec in specs for job in build_jobs(spec)],
         resources={"home": PipelineHome()},
+        loggers={"console": short_console},
     )
 
 

@@ -5,7 +5,6 @@ from typing import Any
 import dagster as dg
 
 from eagle3_pipeline.assets.common import asset_key
-from eagle3_pipeline.assets.partitions import chunk_partitions
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.stages import identity as ids
 
@@ -39,7 +38,6 @@ def build_jobs(spec: PipelineSpec) -> list[Any]:
         dg.define_asset_job(
             job_name(spec, job),
             selection=[asset_key(spec, stage) for stage in stages],
-            partitions_def=chunk_partitions(spec) if stages[0] in ids.CHUNK_STAGES else None,
             description=_DESCRIPTIONS[job],
             tags={"eagle3/pipeline": spec.name, "eagle3/spec_hash": spec.spec_hash()},
         )

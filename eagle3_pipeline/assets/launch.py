@@ -15,7 +15,7 @@ from eagle3_pipeline.errors import Eagle3Error
 from eagle3_pipeline.planning import Plan, plan
 from eagle3_pipeline.stages.context import StageContext
 
-_RUN_CONFIG = {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
+_RUN_CONFIG = {"loggers": {"console": {"config": {"log_level": "INFO"}}}}  # without it, no logger is made
 
 
 @dataclass

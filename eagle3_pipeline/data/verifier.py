@@ -71,12 +71,18 @@ def resolve_verifier(spec: VerifierSpec) -> Verifier:
     return _inspect(_locate(spec))
 
 
+def is_local(spec: VerifierSpec) -> bool:
+    """Whether `verifier.model` names a folder rather than a Hugging Face id."""
+    path = Path(expand(spec.model)).expanduser()
+    return path.is_dir() or path.is_absolute() or spec.model.startswith((".", "~", "${"))
+
+
 def _locate(spec: VerifierSpec) -> Path:
     path = Path(expand(spec.model)).expanduser()
-    if path.is_dir():
+    if is_local(spec):
+        if not path.is_dir():
+            raise ConfigError(f"verifier.model: there is no folder {path}")
         return path.absolute()
-    if path.is_absolute() or spec.model.startswith((".", "~", "${")):
-        raise ConfigError(f"verifier.model: there is no folder {path}")
     from huggingface_hub import snapshot_download
 
     try:

@@ -1,20 +1,24 @@
 """The `draft_checkpoint` asset: trains the draft on all chunks in a worker process."""
 
+import json
 from typing import Any
 
+from eagle3_pipeline.data.verifier import is_local
 from eagle3_pipeline.errors import TrainingError
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
 from eagle3_pipeline.stages.progress import ProgressLog
 from eagle3_pipeline.stages.verifier_outputs import SEQUENCES
 from eagle3_pipeline.stages.vocab_map import VOCAB_MAP_FILE
-from eagle3_pipeline.store.fingerprint import digest
+from eagle3_pipeline.store.fingerprint import digest, file_checksum
 from eagle3_pipeline.store.objects import Artifact, ArtifactWriter
 from eagle3_pipeline.workers import run_worker
 
 WORKER = "eagle3_pipeline.training.worker"
 CURVES = "curves.png"
 METRICS = "metrics.parquet"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
 
 
 def materialise_checkpoint(context: StageContext) -> StageResult:
@@ -52,15 +56,18 @@ def _contents(artifacts: dict[str, Artifact]) -> dict[str, str]:
 
 
 def _content_id(writer: ArtifactWriter) -> str:
-    names = ("config.json", "model.safetensors")
-    return digest(writer.checksums(names))
+    """Of the weights and the config; where the verifier lies on this machine does not enter."""
+    config = json.loads((writer.folder / CONFIG).read_text())
+    config["speculators_config"]["verifier"].pop("name_or_path")
+    return digest([file_checksum(writer.folder / WEIGHTS), config])
 
 
 def worker_job(context: StageContext, vocab: Artifact, chunks: list[dict[str, str]]) -> dict[str, Any]:
     """The part of a training worker's spec that training and simulation share."""
     spec, verifier = context.spec, context.verifier
+    name = verifier.path if is_local(spec.verifier) else spec.verifier.model
     return {
-        "verifier": {"path": verifier.path, "trust_remote_code": spec.verifier.trust_remote_code},
+        "verifier": {"path": verifier.path, "name": name, "trust_remote_code": spec.verifier.trust_remote_code},
         "aux_layer_ids": list(verifier.geometry(spec.capture).layer_ids[:-1]),
         "draft": spec.draft.model_dump(mode="json"),
         "training": spec.training.model_dump(mode="json"),

@@ -6,11 +6,14 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from eagle3_pipeline.errors import DiskSpaceError, StoreError, WriterBusyError
+
+TEMPORARY_SUFFIX = ".tmp"
 
 
 def fsync_path(path: Path) -> None:
@@ -29,7 +32,7 @@ def write_bytes(path: Path, data: bytes) -> None:
         DiskSpaceError: the volume is full.
         StoreError: any other I/O error.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}{TEMPORARY_SUFFIX}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
@@ -39,8 +42,15 @@ def write_bytes(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
         fsync_path(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise storage_error(error, path) from error
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Removes what a process that died within `write_bytes` left in a folder that nobody else writes to."""
+    for path in folder.rglob(f".*{TEMPORARY_SUFFIX}"):
+        path.unlink()
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -80,9 +90,14 @@ def exclusive(path: Path, what: str, wait: bool = False) -> Iterator[None]:
 
     Raises:
         WriterBusyError: another process holds it and `wait` is false.
+        StoreError: the lock file cannot be made.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
+    except OSError as error:
+        raise storage_error(error, path) from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:

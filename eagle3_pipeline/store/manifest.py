@@ -92,7 +92,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         data = json.loads((folder / MANIFEST_NAME).read_bytes())
     except (OSError, ValueError):
         return None
-    if isinstance(data, dict) and data.get("format", MANIFEST_FORMAT) > MANIFEST_FORMAT:
+    if isinstance(data, dict) and isinstance(data.get("format"), int) and data["format"] > MANIFEST_FORMAT:
         raise StoreError(
             f"{folder / MANIFEST_NAME} has format {data['format']}, this version reads {MANIFEST_FORMAT}: "
             "upgrade eagle3_pipeline or use another EAGLE3_HOME"

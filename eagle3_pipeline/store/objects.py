@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +58,7 @@ class ArtifactWriter:
         final = self._store.object_folder(self.stage, self.fingerprint)
         try:
             (self.folder / MANIFEST_NAME).unlink(missing_ok=True)
+            atomic.remove_temporaries(self.folder)
             manifest.files = self._flush_files()
             manifest.tools = tool_versions()
             manifest.created_at = utc_now()
@@ -70,10 +71,6 @@ class ArtifactWriter:
         except OSError as error:
             raise atomic.storage_error(error, self.folder) from error
         return Artifact(final, manifest)
-
-    def checksums(self, names: Iterable[str]) -> dict[str, str]:
-        """Checksums of some files, for a content id."""
-        return {name: file_checksum(self.folder / name) for name in names}
 
     def _flush_files(self) -> dict[str, FileEntry]:
         files = {}

@@ -66,6 +66,11 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
 
 
+def shard_number(path: Path) -> int:
+    """The inverse of `shard_name`."""
+    return int(path.stem.removeprefix("shard-"))
+
+
 class ShardAppender:
     """Appends whole sequences to the open shard of a folder; thread-safe; one per folder and process."""
 
@@ -75,10 +80,12 @@ class ShardAppender:
         self._row_bytes = row_bytes
         self._max_bytes = max_shard_bytes
         self._lock = threading.Lock()
-        self._shard = len(list(folder.glob("shard-*.safetensors"))) - 1
+        self._shard = max(map(shard_number, folder.glob("shard-*.safetensors")), default=-1)
         self._descriptor = -1
         self._rows = 0
         self._unrecorded: list[ShardRecord] = []
+        # A process that died within a record left a torn line; the next record must not continue it.
+        self._line_break = b"\n" if _ends_torn(folder / RECORDS_NAME) else b""
 
     def append(self, sequence_id: str, data: memoryview) -> ShardRecord:
         """Writes one sequence's rows and its record; an I/O error becomes a record, not an exception.
@@ -123,7 +130,7 @@ class ShardAppender:
     def _record(self, record: ShardRecord) -> None:
         with self._lock:
             self._unrecorded.append(record)
-            lines = "".join(json.dumps(asdict(r)) + "\n" for r in self._unrecorded).encode()
+            lines = self._line_break + "".join(json.dumps(asdict(r)) + "\n" for r in self._unrecorded).encode()
             # On a full disk the record waits for the next one; the host sees the stall and the full disk.
             with contextlib.suppress(OSError):
                 descriptor = os.open(self._folder / RECORDS_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -132,6 +139,7 @@ class ShardAppender:
                 finally:
                     os.close(descriptor)
                 self._unrecorded.clear()
+                self._line_break = b""
 
     def is_current(self) -> bool:
         """Whether the open shard is still in its folder; false once the folder was published or given up."""
@@ -163,8 +171,21 @@ def _write_or_undo(descriptor: int, data: bytes) -> None:
         raise
 
 
+def _ends_torn(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - 1, 0))
+            return file.read(1) not in (b"", b"\n")
+    except FileNotFoundError:
+        return False
+
+
 def read_records(folder: Path, offset: int = 0) -> tuple[list[ShardRecord], int]:
-    """Complete records from a byte offset on, and the offset after them; a torn last line is left for later."""
+    """Complete records from a byte offset on, and the offset after them.
+
+    A torn last line is left for later; one that a later process wrote behind is passed over.
+    """
     try:
         with (folder / RECORDS_NAME).open("rb") as file:
             file.seek(offset)
@@ -172,7 +193,15 @@ def read_records(folder: Path, offset: int = 0) -> tuple[list[ShardRecord], int]
     except FileNotFoundError:
         return [], offset
     complete = data[: data.rfind(b"\n") + 1]
-    return [ShardRecord(**json.loads(line)) for line in complete.splitlines()], offset + len(complete)
+    found = [_parse_record(line) for line in complete.splitlines()]
+    return [record for record in found if record], offset + len(complete)
+
+
+def _parse_record(line: bytes) -> ShardRecord | None:
+    try:
+        return ShardRecord(**json.loads(line))
+    except (ValueError, TypeError):
+        return None
 
 
 def intact_records(folder: Path, geometry: Geometry) -> dict[str, ShardRecord]:
@@ -218,8 +247,7 @@ def seal_shards(
             )
         by_shard.setdefault(record.shard, []).append(record)
     for path in sorted(folder.glob("shard-*.safetensors")):
-        number = int(path.stem.split("-")[1])
-        _seal_one(path, by_shard.get(number, []), tokens, geometry, metadata)
+        _seal_one(path, by_shard.get(shard_number(path), []), tokens, geometry, metadata)
     ordered = sorted(by_shard.items())
     rows = [asdict(r) for _, group in ordered for r in sorted(group, key=lambda r: r.row_start)]
     index = pa.Table.from_pylist(rows, schema=_INDEX_SCHEMA)

@@ -167,10 +167,7 @@ def _speculator_config(
             algorithm="eagle3",
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=job.training.ttt_steps)],
             default_proposal_method="greedy",
-            # A name, not this machine's path: whoever serves the draft says where the verifier lies.
-            verifier=VerifierConfig(
-                name_or_path=job.verifier_path.name, architectures=list(verifier.architectures or [])
-            ),
+            verifier=VerifierConfig(name_or_path=job.verifier_name, architectures=list(verifier.architectures or [])),
         ),
     )
 

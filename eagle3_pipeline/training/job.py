@@ -25,6 +25,7 @@ class Job:
     Attributes:
         kind: "train" or "simulate".
         verifier_path: folder of the verifier.
+        verifier_name: what the exported config calls it: speculators opens the draft through this name.
         trust_remote_code: whether Python code in that folder may run.
         aux_layer_ids: ids of the three aux layers, ascending (vLLM's convention).
         chunks: the data.
@@ -39,6 +40,7 @@ class Job:
 
     kind: str
     verifier_path: Path
+    verifier_name: str
     trust_remote_code: bool
     aux_layer_ids: tuple[int, ...]
     draft: DraftSpec
@@ -58,6 +60,7 @@ class Job:
         return cls(
             kind=spec["job"],
             verifier_path=Path(spec["verifier"]["path"]),
+            verifier_name=spec["verifier"].get("name") or spec["verifier"]["path"],
             trust_remote_code=spec["verifier"]["trust_remote_code"],
             aux_layer_ids=tuple(spec["aux_layer_ids"]),
             draft=DraftSpec(**spec["draft"]),

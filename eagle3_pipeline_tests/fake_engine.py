@@ -1,0 +1,169 @@
+"""A backend without a model: tokens and states follow from token ids, so that tests can work them out again.
+
+`EAGLE3_ENGINE_BACKEND=eagle3_pipeline_tests.fake_engine:FakeBackend` puts it behind the real host. Variables, read when
+the host starts:
+
+- `EAGLE3_FAKE_LOAD_S`: seconds of loading; default 0.
+- `EAGLE3_FAKE_DELAY_S`: seconds of an answer; default 0.
+- `EAGLE3_FAKE_FAIL`: `start` (loading raises), `write_error`, `disk_full` (the writer loses every sequence),
+  `short_capture` (one row is missing), `generate` (requests end without an answer). `FAIL:TEXT` fails only requests
+  whose sequence id holds TEXT.
+- `EAGLE3_FAKE_LOG`: a file that gets one line per finished request and one per aborted request.
+"""
+
+import asyncio
+import errno
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eagle3_pipeline.engine.backend import Answer, CaptureTarget
+from eagle3_pipeline.engine.spec import EngineSpec
+from eagle3_pipeline.errors import EngineError
+from eagle3_pipeline.store.shards import RECORDS_NAME, ShardAppender, ShardRecord
+
+FAKE_BACKEND = "eagle3_pipeline_tests.fake_engine:FakeBackend"
+DEFAULT_VOCAB = 100
+
+
+def next_token(ids: Sequence[int], vocab_size: int = DEFAULT_VOCAB) -> int:
+    """The greedy answer to `ids`: 31 x the last token + 7 x the one before + 11, modulo the vocabulary."""
+    before = ids[-2] if len(ids) > 1 else 0
+    return (31 * ids[-1] + 7 * before + 11) % vocab_size
+
+
+def answer_tokens(
+    prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = (), vocab_size: int = DEFAULT_VOCAB
+) -> list[int]:
+    """All sampled tokens, the stop token included."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + max_tokens:
+        ids.append(next_token(ids, vocab_size))
+        if ids[-1] in stop:
+            break
+    return ids[len(prompt) :]
+
+
+def state_bits(ids: Sequence[int], layer_ids: Sequence[int], hidden_size: int) -> np.ndarray:
+    """States as bf16 bits [n, layers, H]: whole numbers from 1 to 251, which bf16 holds exactly."""
+    tokens = np.asarray(ids, dtype=np.int64)[:, None, None]
+    layers = np.asarray(layer_ids, dtype=np.int64)[None, :, None]
+    columns = np.arange(hidden_size, dtype=np.int64)[None, None, :]
+    values = (7 * tokens + 13 * layers + 3 * columns) % 251 + 1
+    return (values.astype("<f4").view("<u4") >> 16).astype("<u2")
+
+
+def accepted_tokens(step: int, num_speculative_tokens: int) -> int:
+    """Draft tokens that draft step `step` (from 0) of a request accepts: 0, 1, ..., all, 0, 1, ..."""
+    return step % (num_speculative_tokens + 1)
+
+
+class FakeBackend:
+    """Implements `Backend`."""
+
+    def __init__(self) -> None:
+        self._delay_s = float(os.environ.get("EAGLE3_FAKE_DELAY_S", "0"))
+        self._fail, _, self._fail_only = os.environ.get("EAGLE3_FAKE_FAIL", "").partition(":")
+        self._log = os.environ.get("EAGLE3_FAKE_LOG", "")
+        self._spec: EngineSpec | None = None
+        self._vocab_size = DEFAULT_VOCAB
+        self._appenders: dict[Path, ShardAppender] = {}
+        # One thread, as the order of records then is the order of requests.
+        self._writer = ThreadPoolExecutor(1)
+        self._counters: dict[str, Any] = {}
+
+    async def start(self, spec: EngineSpec) -> None:
+        """Waits as a load would."""
+        await asyncio.sleep(float(os.environ.get("EAGLE3_FAKE_LOAD_S", "0")))
+        if self._fail == "start":
+            raise RuntimeError("the fake engine was told not to start")
+        self._spec = spec
+        config = Path(spec.model_path) / "config.json"
+        if config.exists():
+            self._vocab_size = json.loads(config.read_bytes()).get("vocab_size", DEFAULT_VOCAB)
+        zeros = [0] * spec.num_speculative_tokens
+        self._counters = {"num_drafts": 0, "num_draft_tokens": 0, "accepted_per_position": zeros}
+
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any], capture: CaptureTarget | None
+    ) -> Answer:
+        """Answers; like vLLM, it returns before its writer thread is done."""
+        try:
+            await asyncio.sleep(self._delay_s)
+        except asyncio.CancelledError:
+            self._note(f"aborted {request_id}")
+            raise
+        if self._fails("generate", request_id):
+            raise EngineError(f"request {request_id} ended without an answer")
+        stop = sampling.get("stop_token_ids") or ()
+        tokens = answer_tokens(prompt_ids, sampling["max_tokens"], stop, self._vocab_size)
+        if capture:
+            rows = [*prompt_ids, *tokens[:-1]] if capture.include_output else prompt_ids
+            self._writer.submit(self._write, capture, rows)
+        self._count_drafts(len(tokens))
+        self._note(f"finished {request_id}")
+        logprobs = sampling.get("logprobs")
+        return Answer(
+            tokens,
+            "stop" if tokens[-1] in stop else "length",
+            -0.25 * len(tokens) if logprobs is not None else None,
+            [1.5] * len(tokens) if (logprobs or 0) >= 2 else None,
+        )
+
+    async def counters(self) -> dict[str, Any]:
+        """Draft steps so far, if there is a draft."""
+        return self._counters
+
+    def shutdown(self) -> None:
+        """Waits for the writer."""
+        self._writer.shutdown()
+
+    def _fails(self, kind: str, name: str) -> bool:
+        return self._fail == kind and self._fail_only in name
+
+    def _note(self, line: str) -> None:
+        if self._log:
+            with open(self._log, "a") as file:
+                file.write(line + "\n")
+
+    def _write(self, capture: CaptureTarget, rows: list[int]) -> None:
+        assert self._spec is not None
+        for kind, number in (("write_error", errno.EIO), ("disk_full", errno.ENOSPC)):
+            if self._fails(kind, capture.sequence_id):
+                error = OSError(number, os.strerror(number))
+                record = ShardRecord(capture.sequence_id, num_tokens=len(rows), error=f"OSError: {error}")
+                with (capture.folder / RECORDS_NAME).open("a") as file:
+                    file.write(json.dumps(asdict(record)) + "\n")
+                return
+        if self._fails("short_capture", capture.sequence_id):
+            rows = rows[:-1]
+        bits = state_bits(rows, self._spec.layer_ids, self._spec.hidden_size)
+        self._appender(capture.folder).append(capture.sequence_id, memoryview(bits))
+
+    def _appender(self, folder: Path) -> ShardAppender:
+        assert self._spec is not None
+        known = self._appenders.get(folder)
+        if known is None or not known.is_current():
+            if known:
+                known.close()
+            self._appenders[folder] = ShardAppender(folder, self._spec.row_bytes, self._spec.max_shard_bytes)
+        return self._appenders[folder]
+
+    def _count_drafts(self, num_tokens: int) -> None:
+        """The first token comes from the prefill; every later verifier step gives one token and what it accepts."""
+        assert self._spec is not None
+        depth, left, step = self._spec.num_speculative_tokens, num_tokens - 1, 0
+        while self._spec.draft_path and left > 0:
+            accepted = min(accepted_tokens(step, depth), left)
+            self._counters["num_drafts"] += 1
+            self._counters["num_draft_tokens"] += depth
+            for position in range(accepted):
+                self._counters["accepted_per_position"][position] += 1
+            left -= accepted + 1
+            step += 1
