@@ -50,7 +50,8 @@ def locator(default: Any, description: str, **constraints: Any) -> Any:
 class Section(BaseModel):
     """A part of a pipeline file. Unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # NaN and infinity have no canonical JSON.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def semantic(self) -> dict[str, Any]:
         """The section's semantic keys, ready for a fingerprint."""
@@ -209,7 +210,7 @@ class ScheduleSpec(Section):
 class PipelineSpec(Section):
     """One pipeline file. `name` is the file's stem."""
 
-    name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$", description="stem of the file")
     verifier: VerifierSpec
     dataset: DatasetSpec
     generation: GenerationSpec = GenerationSpec()
@@ -289,8 +290,10 @@ def load_pipeline(path: Path) -> PipelineSpec:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
+    if "name" in data:
+        raise ConfigError(f"{path}: name: unknown key; a pipeline is named as its file")
     try:
-        return PipelineSpec(name=path.stem, **{str(k): v for k, v in data.items() if k != "name"})
+        return PipelineSpec(name=path.stem, **{str(k): v for k, v in data.items()})
     except ValidationError as error:
         raise ConfigError(_explain(path, error)) from error
 

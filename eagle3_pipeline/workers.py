@@ -74,7 +74,8 @@ def run_worker(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             start_new_session=True,
             env={**os.environ, **(environment or {})},
         )

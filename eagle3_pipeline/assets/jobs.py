@@ -8,21 +8,24 @@ from eagle3_pipeline.assets.common import asset_key
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.stages import identity as ids
 
+RESOLVE_VERIFIER = "resolve_verifier"
 PREPARE_DATA = "prepare_data"
 GENERATE_AND_CAPTURE = "generate_and_capture"
 MEASURE_BASELINE = "measure_baseline"
 TRAIN_AND_EVALUATE = "train_and_evaluate"
 
 JOB_STAGES = {
+    RESOLVE_VERIFIER: (ids.VERIFIER,),
     PREPARE_DATA: (ids.DATASET,),
     GENERATE_AND_CAPTURE: (ids.SYNTHETIC_GENERATIONS, ids.HIDDEN_STATES),
-    MEASURE_BASELINE: (ids.VERIFIER, ids.BASELINE),
+    MEASURE_BASELINE: (ids.BASELINE,),
     TRAIN_AND_EVALUATE: (ids.VOCAB_MAP, ids.DRAFT_CHECKPOINT, ids.DRAFT_EVALUATION, ids.PUBLISHED_DRAFT),
 }
 _DESCRIPTIONS = {
+    RESOLVE_VERIFIER: "Checks the verifier's files and identifies their content.",
     PREPARE_DATA: "Normalises the chunks that are selected.",
     GENERATE_AND_CAPTURE: "Answers the chunks' prompts with the verifier and captures its hidden states.",
-    MEASURE_BASELINE: "Resolves the verifier and measures it without a draft.",
+    MEASURE_BASELINE: "Measures the verifier without a draft on the evaluation prompts.",
     TRAIN_AND_EVALUATE: "Vocabulary, training, evaluation and promotion over all chunks.",
 }
 

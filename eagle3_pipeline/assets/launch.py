@@ -7,8 +7,8 @@ from pathlib import Path
 
 import dagster as dg
 
+from eagle3_pipeline.assets import jobs
 from eagle3_pipeline.assets.common import asset_key
-from eagle3_pipeline.assets.jobs import JOB_STAGES, job_name
 from eagle3_pipeline.assets.partitions import publish_chunks
 from eagle3_pipeline.config import PipelineSpec, project_home
 from eagle3_pipeline.errors import Eagle3Error
@@ -71,12 +71,14 @@ def materialise_stale(
     """
     context = StageContext(spec, log)
     launched = Launched()
+    # First, because Dagster shows as unsynced what was materialised before its upstream.
+    _run_job(spec, definitions, instance, context, jobs.RESOLVE_VERIFIER, None, launched)
     chunks = sorted({row.chunk for row in plan(context).todo if row.chunk})
     for number, chunk in enumerate(chunks, 1):
         log(f"{spec.name}: chunk {chunk} ({number} of {len(chunks)})")
-        for job in ("prepare_data", "generate_and_capture"):
+        for job in (jobs.PREPARE_DATA, jobs.GENERATE_AND_CAPTURE):
             _run_job(spec, definitions, instance, context, job, chunk, launched)
-    for job in ("measure_baseline", "train_and_evaluate"):
+    for job in (jobs.MEASURE_BASELINE, jobs.TRAIN_AND_EVALUATE):
         _run_job(spec, definitions, instance, context, job, None, launched)
     return launched
 
@@ -90,11 +92,11 @@ def _run_job(
     chunk: str | None,
     launched: Launched,
 ) -> None:
-    stages = list(_todo(plan(context), JOB_STAGES[job], chunk))
+    stages = list(_todo(plan(context), jobs.JOB_STAGES[job], chunk))
     if not stages:
         return
     before = len(context.engines.starts())
-    result = definitions.resolve_job_def(job_name(spec, job)).execute_in_process(
+    result = definitions.resolve_job_def(jobs.job_name(spec, job)).execute_in_process(
         run_config=_RUN_CONFIG,
         instance=instance,
         partition_key=chunk,

@@ -74,7 +74,7 @@ def _turns(row: dict[str, Any], row_format: str) -> list[tuple[Any, Any]] | Reje
     if row_format in ("auto", "prompt") and "prompt" in row:
         system = [("system", row["system"])] if row.get("system") else []
         return [*system, ("user", row["prompt"])]
-    return Rejection("wrong_shape", f"no {row_format} row; its columns: {', '.join(map(str, row))[:200]}")
+    return Rejection("wrong_shape", f"no {row_format} row; its columns: {', '.join(map(ascii, row))[:200]}")
 
 
 def _check_turn(position: int, role: Any, content: Any) -> Rejection | None:

@@ -8,6 +8,7 @@ from itertools import chain, islice, pairwise, repeat
 from pathlib import Path
 
 from eagle3_pipeline.config import DatasetSpec, PipelineSpec, expand
+from eagle3_pipeline.data.conversations import conversation_id, normalise
 from eagle3_pipeline.data.sources import RawRow, read_rows, source_files
 from eagle3_pipeline.errors import DataError, StoreError
 from eagle3_pipeline.store import atomic
@@ -27,7 +28,7 @@ class Chunk:
         num_rows: rows; 0 once the file no longer has them.
         byte_start: offset of the first row, for JSONL.
         content_hash: hash of the rows' content.
-        duplicate_rows: rows (numbers in the file) whose content an earlier row already had.
+        duplicate_rows: rows (numbers in the file) whose conversation an earlier row already had.
     """
 
     key: str
@@ -117,32 +118,53 @@ class ChunkRegistry:
 def _scan(spec: DatasetSpec, old: list[Chunk]) -> list[Chunk]:
     """The registry after a look at the source: known chunks in their places, new ones behind them."""
     files = [expand(spec.path)] if spec.source == "huggingface" else [str(p) for p in source_files(spec)]
-    known: dict[str, list[Chunk]] = {}
+    known: dict[str, list[Chunk]] = {file: [] for file in files}
     for chunk in old:
         known.setdefault(chunk.file, []).append(chunk)
-    # Files of known chunks come first, in the order in which they were registered, so that "the first occurrence
-    # of a row wins" never moves a row from an old chunk to a new one.
-    ordered = [f for f in known if f in files] + [f for f in files if f not in known]
-    seen: set[bytes] = set()
+    # Files of known chunks come first, in the order in which they were registered, so that `max_samples` never takes
+    # a row from an old chunk for a new one.
+    registered = [f for f in dict.fromkeys(c.file for c in old) if f in set(files)]
+    ordered = list(dict.fromkeys([*registered, *files]))
+    budget = _Budget(spec.max_samples, {file: sum(c.num_rows for c in known[file]) for file in ordered})
     by_key: dict[str, Chunk] = {}
+    conversations: dict[str, list[bytes | None]] = {}
     next_key = len(old)
-    left = spec.max_samples
     for file in ordered:
-        rows = iter(read_rows(spec, file))
-        if left is not None:
-            rows = islice(rows, left)
-        for previous, found in _cut(file, rows, known.get(file, []), spec.samples_per_chunk, seen):
+        rows = islice(read_rows(spec, file), budget.open(file))
+        for previous, block in _cut(rows, known[file], spec.samples_per_chunk):
             key = previous.key if previous else f"{next_key:06d}"
             next_key += previous is None
-            by_key[key] = replace(found, key=key)
-            left = None if left is None else left - found.num_rows
+            by_key[key] = _describe(key, file, block)
+            conversations[key] = [_conversation(row, spec.format) for row in block]
+            budget.spend(len(block))
+    # In the order of keys, so that "the first occurrence of a conversation wins" never takes one from an old chunk.
+    seen: set[bytes] = set()
+    for key in sorted(by_key):
+        by_key[key] = _mark_duplicates(by_key[key], conversations[key], seen)
     gone = [replace(c, num_rows=0, content_hash="", duplicate_rows=()) for c in old if c.key not in by_key]
     return sorted([*by_key.values(), *gone], key=lambda c: c.key)
 
 
-def _cut(
-    file: str, rows: Iterator[RawRow], known: list[Chunk], size: int, seen: set[bytes]
-) -> Iterator[tuple[Chunk | None, Chunk]]:
+class _Budget:
+    """Shares `max_samples` among files: what a file had before, and what later files' chunks leave over."""
+
+    def __init__(self, limit: int | None, registered: dict[str, int]) -> None:
+        self._left = limit
+        self._registered = registered
+
+    def open(self, file: str) -> int | None:
+        """Rows that this file may give; files come one after the other."""
+        own = self._registered.pop(file)
+        if self._left is None:
+            return None
+        return max(min(own, self._left), self._left - sum(self._registered.values()))
+
+    def spend(self, num_rows: int) -> None:
+        if self._left is not None:
+            self._left -= num_rows
+
+
+def _cut(rows: Iterator[RawRow], known: list[Chunk], size: int) -> Iterator[tuple[Chunk | None, list[RawRow]]]:
     """Cuts a file's rows into its known chunks (by their starts) and then into new ones of `size` rows."""
     known = sorted(known, key=lambda c: c.row_start)
     limits = [after.row_start - before.row_start for before, after in pairwise(known)]
@@ -153,25 +175,29 @@ def _cut(
         block = list(islice(rows, limit))
         if not block:
             return
-        yield previous, _describe(file, block, seen)
+        yield previous, block
 
 
-def _describe(file: str, rows: list[RawRow], seen: set[bytes]) -> Chunk:
-    duplicates = []
-    for row in rows:
-        if row.digest in seen:
-            duplicates.append(row.number)
-        seen.add(row.digest)
+def _describe(key: str, file: str, rows: list[RawRow]) -> Chunk:
     first = rows[0]
-    return Chunk(
-        "",
-        file,
-        first.number,
-        len(rows),
-        first.byte_start,
-        _content_hash([row.digest for row in rows]),
-        tuple(duplicates),
-    )
+    return Chunk(key, file, first.number, len(rows), first.byte_start, _content_hash([row.digest for row in rows]))
+
+
+def _conversation(row: RawRow, row_format: str) -> bytes | None:
+    """Identity of a usable row's conversation: ids and other columns do not make it another one."""
+    messages = None if row.value is None else normalise(row.value, row_format)
+    return bytes.fromhex(conversation_id(messages)) if isinstance(messages, list) else None
+
+
+def _mark_duplicates(chunk: Chunk, conversations: list[bytes | None], seen: set[bytes]) -> Chunk:
+    duplicates = []
+    for number, conversation in enumerate(conversations, chunk.row_start):
+        if conversation is None:
+            continue
+        if conversation in seen:
+            duplicates.append(number)
+        seen.add(conversation)
+    return replace(chunk, duplicate_rows=tuple(duplicates))
 
 
 def _content_hash(digests: list[bytes]) -> str:

@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,7 @@ def read_rows(
             yield from _parquet_rows(Path(file), start, count)
         else:
             yield from _jsonl_rows(Path(file), start, byte_start, count, spec.max_row_bytes)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {file}: {error}") from error
 
 
@@ -166,6 +167,17 @@ def open_huggingface(spec: DatasetSpec) -> Any:
 
 
 def _table_row(number: int, value: dict[str, Any]) -> RawRow:
-    raw = canonical_json(json.loads(json.dumps(value, default=str).replace("NaN", "null")))
+    raw = canonical_json(_plain(value))
     digest = hashlib.blake2b(raw, digest_size=16).digest()
     return RawRow(number, 0, value, "", raw[:_RAW_LIMIT].decode("utf-8", "replace"), digest)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can spell: other values become text, not-finite numbers too."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value)

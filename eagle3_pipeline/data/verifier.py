@@ -93,7 +93,8 @@ def _locate(spec: VerifierSpec) -> Path:
 
 def _inspect(folder: Path) -> Verifier:
     config = _read_json(folder / "config.json")
-    text = config.get("text_config") or config
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else config
     missing = [k for k in ("num_hidden_layers", "hidden_size", "vocab_size") if k not in text]
     if missing:
         raise ConfigError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
@@ -112,9 +113,12 @@ def _inspect(folder: Path) -> Verifier:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"verifier.model: {path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"verifier.model: {path} holds {type(value).__name__}, expected a JSON object")
+    return value
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -141,9 +145,9 @@ def _check_safetensors(path: Path) -> None:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
-    except (OSError, ValueError, OverflowError, MemoryError) as error:
+        end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
+    except (OSError, ValueError, OverflowError, MemoryError, AttributeError, LookupError, TypeError) as error:
         raise ConfigError(f"verifier.model: {path} is not a safetensors file: {error}") from error
-    end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
     expected, found = 8 + length + end, path.stat().st_size
     if expected != found:
         raise ConfigError(f"verifier.model: {path} has {found:,} bytes, its header says {expected:,}: fetch it again")

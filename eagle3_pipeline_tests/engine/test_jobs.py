@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -117,20 +118,17 @@ def test_few_requests_are_in_flight_where_the_job_says_so(
     assert one_by_one >= 6 * 0.05
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sampling": {"max_tokens": 61}}, r"sequence s2 needs 65 tokens, the engine's max_model_len is 64"),
-        ({"prompts_file": "nowhere.parquet"}, r"nowhere\.parquet"),
-    ],
-)
-def test_a_job_that_cannot_run_is_refused_and_the_engine_stays(
-    client: EngineClient, make_job: JobMaker, changes: dict, message: str
+def test_a_sequence_beyond_the_engines_length_is_refused_and_the_engine_stays(
+    client: EngineClient, make_job: JobMaker
 ) -> None:
-    if name := changes.pop("prompts_file", None):
-        changes["prompts"] = name
-    with pytest.raises(EngineError, match=message):
-        client.generate(make_job(**changes))
+    with pytest.raises(EngineError, match="sequence s2 needs 65 tokens, the engine's max_model_len is 64"):
+        client.generate(make_job(sampling={"max_tokens": 61}))
+    assert client.generate(make_job())["done"] == 6
+
+
+def test_unreadable_prompts_are_named_and_the_engine_stays(client: EngineClient, make_job: JobMaker) -> None:
+    with pytest.raises(EngineError, match="nowhere.parquet"):
+        client.generate(replace(make_job(), prompts="nowhere.parquet"))
     assert client.generate(make_job())["done"] == 6
 
 

@@ -78,7 +78,9 @@ def test_the_lock_of_a_killed_writer_is_free_at_once(store: Store) -> None:
 def test_a_waiting_writer_gets_its_turn(store: Store) -> None:
     with Child(HOLD_WRITER, store.root, STAGE, FINGERPRINT) as first:
         assert first.line() == "holding"
-        with Child(HOLD_WRITER.replace("sys.argv[3])", "sys.argv[3], wait=True)"), store.root, STAGE, FINGERPRINT) as second:
+        with Child(
+            HOLD_WRITER.replace("sys.argv[3])", "sys.argv[3], wait=True)"), store.root, STAGE, FINGERPRINT
+        ) as second:
             assert first.finish() == 0
             assert second.line() == "holding"
 

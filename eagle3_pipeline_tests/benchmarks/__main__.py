@@ -1,0 +1,45 @@
+"""`make bench`: prints what this machine does, and writes it as JSON.
+
+`python -m eagle3_pipeline_tests.benchmarks [capture] [orchestration]` runs some of the parts; without names, all.
+"""
+
+import argparse
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from eagle3_pipeline_tests.benchmarks import capture, orchestration
+
+PARTS = {"capture": capture.run, "orchestration": orchestration.run}
+
+
+def machine() -> str:
+    """Processor and cores."""
+    with open("/proc/cpuinfo") as file:
+        model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "unknown")
+    return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}"
+
+
+def main() -> None:
+    """Runs the parts and prints one table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
+    parser.add_argument("--output", type=Path, default=Path("bench.json"), help="JSON file of the results")
+    arguments = parser.parse_args()
+    results: dict[str, dict[str, Any]] = {}
+    for name in arguments.parts or PARTS:
+        print(f"measuring {name} ...", flush=True)
+        results[name] = PARTS[name]()
+    rows = [[part, what, value] for part, found in results.items() for what, value in found.items()]
+    print(f"\n{machine()}\n")
+    print(tabulate(rows, ["part", "measured", "value"], floatfmt=",.3f"))
+    arguments.output.write_text(json.dumps({"machine": machine(), "results": results}, indent=2) + "\n")
+    print(f"\nwritten to {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Rows of JSONL files, Parquet files and Hugging Face folders."""
+
+import json
+import os
+import tracemalloc
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from eagle3_pipeline.config import PipelineSpec
+from eagle3_pipeline.data.registry import ChunkRegistry
+from eagle3_pipeline.data.sources import read_rows, source_files
+from eagle3_pipeline.errors import DataError
+from eagle3_pipeline_tests.data.conftest import SpecMaker, write_jsonl
+
+
+def test_every_line_is_a_row_and_bad_ones_have_a_reason(source: Path, make_spec: SpecMaker) -> None:
+    lines = [
+        b'{"prompt": "good"}',
+        b"",
+        b"   ",
+        b'{"prompt": "cut off',
+        b"[1, 2]",
+        b'"text"',
+        b"\x00\xff\xfe\x80binary",
+        b"[" * 100_000,
+        '{"prompt": "ünï"}'.encode(),
+        b'{"prompt": "last"}',
+    ]
+    path = source / "a.jsonl"
+    path.write_bytes(b"\n".join(lines))  # no line break at the end
+    rows = list(read_rows(make_spec().dataset, str(path)))
+    reasons = ["", "empty", "empty", "bad_json", "not_an_object", "not_an_object", "bad_json", "bad_json", "", ""]
+    assert [r.reason for r in rows] == reasons
+    assert [r.number for r in rows] == list(range(10))
+    assert [r.byte_start for r in rows] == [sum(len(line) + 1 for line in lines[:i]) for i in range(10)]
+    assert [r.value for r in rows if r.value] == [{"prompt": "good"}, {"prompt": "ünï"}, {"prompt": "last"}]
+    assert rows[3].raw == '{"prompt": "cut off\n'
+    assert len(rows[7].raw) == 4096
+
+
+def test_dos_line_ends_and_a_byte_order_mark_do_no_harm(source: Path, make_spec: SpecMaker) -> None:
+    path = source / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "one"}\r\n\r\n{"prompt": "two"}\r\n')
+    rows = list(read_rows(make_spec().dataset, str(path)))
+    assert [(r.value, r.reason) for r in rows] == [({"prompt": "one"}, ""), (None, "empty"), ({"prompt": "two"}, "")]
+
+
+def test_an_empty_file_has_no_rows(source: Path, make_spec: SpecMaker) -> None:
+    (source / "a.jsonl").touch()
+    assert list(read_rows(make_spec().dataset, str(source / "a.jsonl"))) == []
+
+
+def test_a_line_over_the_limit_is_rejected_and_not_kept_in_memory(source: Path, make_spec: SpecMaker) -> None:
+    path = source / "a.jsonl"
+    path.write_bytes(b'{"prompt": "' + b"x" * 10_000_000 + b'"}\n{"prompt": "next"}\n')
+    tracemalloc.start()
+    rows = list(read_rows(make_spec(max_row_bytes=100_000).dataset, str(path)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [(r.value, r.reason, r.byte_start) for r in rows] == [
+        (None, "row_too_long", 0),
+        ({"prompt": "next"}, "", 10_000_015),
+    ]
+    assert peak < 5_000_000
+    within = list(read_rows(make_spec(max_row_bytes=10_000_015).dataset, str(path)))
+    assert within[0].value is not None and len(within[0].value["prompt"]) == 10_000_000
+
+
+def test_long_lines_that_differ_at_their_ends_have_different_digests(source: Path, make_spec: SpecMaker) -> None:
+    path = source / "a.jsonl"
+    path.write_bytes(b"x" * 3_000_000 + b"1\n" + b"x" * 3_000_000 + b"2\n" + b"x" * 3_000_000 + b"1\n")
+    one, two, three = (r.digest for r in read_rows(make_spec(max_row_bytes=10).dataset, str(path)))
+    assert one == three != two
+
+
+def test_a_range_of_a_jsonl_file_is_read_from_its_offset(source: Path, make_spec: SpecMaker) -> None:
+    path = write_jsonl(source / "a.jsonl", [{"n": i} for i in range(10)])
+    rows = list(read_rows(make_spec().dataset, str(path), start=4, byte_start=4 * len('{"n": 0}\n'), count=3))
+    assert [(r.number, r.value) for r in rows] == [(4, {"n": 4}), (5, {"n": 5}), (6, {"n": 6})]
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, None), (0, 3), (5, 4), (9, 1), (8, 99), (3, 0), (10, 5)])
+def test_a_range_of_a_parquet_file_crosses_row_groups(
+    source: Path, make_spec: SpecMaker, start: int, count: int | None
+) -> None:
+    path = source / "a.parquet"
+    values = [{"n": i, "prompt": f"p{i}"} for i in range(10)]
+    pq.write_table(pa.Table.from_pylist(values), path, row_group_size=3)
+    rows = list(read_rows(make_spec().dataset, str(path), start=start, count=count))
+    end = 10 if count is None else min(10, start + count)
+    assert [(r.number, r.value) for r in rows] == [(i, values[i]) for i in range(start, end)]
+
+
+def test_the_digest_of_a_parquet_row_does_not_depend_on_the_file(source: Path, make_spec: SpecMaker) -> None:
+    values = [{"prompt": f"p{i}", "score": float(i)} for i in range(5)]
+    pq.write_table(pa.Table.from_pylist(values), source / "a.parquet", row_group_size=2)
+    pq.write_table(pa.Table.from_pylist(values), source / "b.parquet", compression="zstd")
+    digests = [[r.digest for r in read_rows(make_spec().dataset, str(source / n))] for n in ("a.parquet", "b.parquet")]
+    assert digests[0] == digests[1] and len(set(digests[0])) == 5
+
+
+def test_parquet_values_that_json_lacks_do_no_harm(source: Path, make_spec: SpecMaker) -> None:
+    numbers = [float("nan"), float("inf"), float("-inf"), 1.0]
+    texts = ["NaN", "null", "x", "y"]
+    table = pa.table({"prompt": texts, "score": numbers, "data": [b"\xff", b"", None, b"a"]})
+    pq.write_table(table, source / "a.parquet")
+    rows = list(read_rows(make_spec().dataset, str(source / "a.parquet")))
+    assert [r.value["prompt"] for r in rows if r.value] == texts
+    assert len({r.digest for r in rows}) == 4
+
+
+def test_texts_that_look_like_json_numbers_stay_apart(source: Path, make_spec: SpecMaker) -> None:
+    pq.write_table(pa.table({"prompt": ["NaN", "null"]}), source / "a.parquet")
+    one, two = read_rows(make_spec().dataset, str(source / "a.parquet"))
+    assert one.digest != two.digest
+
+
+@pytest.mark.parametrize("damage", ["cut", "junk", "empty"])
+def test_a_damaged_parquet_file_is_a_data_error_that_names_it(source: Path, make_spec: SpecMaker, damage: str) -> None:
+    path = source / "a.parquet"
+    pq.write_table(pa.table({"prompt": ["x"] * 1000}), path)
+    data = path.read_bytes()
+    path.write_bytes({"cut": data[:-20], "junk": b"PAR1" + os.urandom(100), "empty": b""}[damage])
+    with pytest.raises(DataError, match=r"cannot read .*a\.parquet"):
+        list(read_rows(make_spec().dataset, str(path)))
+
+
+def test_invalid_text_in_a_parquet_file_is_a_data_error(source: Path, make_spec: SpecMaker) -> None:
+    table = pa.table({"prompt": pa.array([b"\xff\xfe"], pa.binary()).view(pa.string())})
+    pq.write_table(table, source / "a.parquet")
+    with pytest.raises(DataError, match=r"cannot read .*a\.parquet"):
+        list(read_rows(make_spec().dataset, str(source / "a.parquet")))
+
+
+def test_a_missing_file_is_a_data_error_that_names_it(source: Path, make_spec: SpecMaker) -> None:
+    with pytest.raises(DataError, match=r"cannot read .*gone\.jsonl"):
+        list(read_rows(make_spec().dataset, str(source / "gone.jsonl")))
+
+
+def test_files_are_found_by_a_glob(source: Path, make_spec: SpecMaker) -> None:
+    for name in ("b.jsonl", "a.parquet", "sub/c.jsonl"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).touch()
+    flat, deep = make_spec().dataset, make_spec(path=str(source / "**" / "*.jsonl")).dataset
+    assert [p.name for p in source_files(flat)] == ["a.parquet", "b.jsonl"]
+    assert [p.name for p in source_files(deep)] == ["b.jsonl", "c.jsonl"]
+
+
+def test_a_glob_that_matches_nothing_or_other_files_is_refused(source: Path, make_spec: SpecMaker) -> None:
+    with pytest.raises(DataError, match=r"dataset\.path .*\*\.\* matches no file"):
+        source_files(make_spec().dataset)
+    (source / "notes.csv").touch()
+    with pytest.raises(DataError, match=r"notes\.csv; only \.jsonl and \.parquet"):
+        source_files(make_spec().dataset)
+
+
+@pytest.fixture
+def huggingface_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    datasets = pytest.importorskip("datasets")
+    conversations = [[{"from": "human", "value": f"q{i}"}, {"from": "gpt", "value": f"a{i}"}] for i in range(7)]
+    train = datasets.Dataset.from_dict({"conversations": conversations, "id": list(range(7))})
+    folder = tmp_path / "saved"
+    datasets.DatasetDict({"train": train, "test": train.select([0])}).save_to_disk(folder)
+    return folder
+
+
+def _huggingface(folder: Path, **more: object) -> PipelineSpec:
+    dataset = {"source": "huggingface", "path": str(folder), "samples_per_chunk": 3, **more}
+    return PipelineSpec.model_validate({"name": "p", "verifier": {"model": "none"}, "dataset": dataset})
+
+
+def test_a_saved_hugging_face_folder_is_read_by_range(huggingface_folder: Path) -> None:
+    spec = _huggingface(huggingface_folder)
+    rows = list(read_rows(spec.dataset, spec.dataset.path, start=2, count=2))
+    assert [(r.number, r.value["id"], r.value["conversations"][0]["value"]) for r in rows if r.value] == [
+        (2, 2, "q2"),
+        (3, 3, "q3"),
+    ]
+    assert json.loads(rows[0].raw)["conversations"][1] == {"from": "gpt", "value": "a2"}
+    assert len(list(read_rows(_huggingface(huggingface_folder, split="test").dataset, "any"))) == 1
+
+
+def test_a_hugging_face_folder_is_cut_into_chunks(huggingface_folder: Path, tmp_path: Path) -> None:
+    registry = ChunkRegistry(tmp_path / "store", "p")
+    registry.sync(_huggingface(huggingface_folder))
+    assert [(c.row_start, c.num_rows) for c in registry.chunks()] == [(0, 3), (3, 3), (6, 1)]
+    assert {c.file for c in registry.chunks()} == {str(huggingface_folder)}
+
+
+def test_a_split_that_does_not_exist_is_a_data_error(huggingface_folder: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot load the Hugging Face data set .*\(split 'validation'\)"):
+        list(read_rows(_huggingface(huggingface_folder, split="validation").dataset, "any"))
