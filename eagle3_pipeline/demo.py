@@ -1,10 +1,13 @@
 """`make demo`: the whole chain on real input, through the Dagster instance that `make dev` opens."""
 
-import resource
+import contextlib
+import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 from tabulate import tabulate
 
@@ -20,6 +23,7 @@ from eagle3_pipeline.stages.published_draft import LINK
 
 PIPELINE = "smollm2_demo"
 _NUM_CHUNKS = 4
+_SAMPLE_S = 2.0
 _TAIL = (ids.VERIFIER, ids.BASELINE, ids.VOCAB_MAP, ids.DRAFT_CHECKPOINT, ids.DRAFT_EVALUATION)
 Log = Callable[[str], None]
 
@@ -38,6 +42,8 @@ def run_demo(log: Log) -> None:
     _prepare(spec, log)
     context = StageContext(spec, log)
     starts_before = len(context.engines.starts())
+    memory = _PeakMemory(context)
+    memory.start()
     with launch.open_instance() as instance:
         launch.sync_chunks(spec, instance, log)
         first = plan(context)
@@ -51,7 +57,7 @@ def run_demo(log: Log) -> None:
             num_runs = 0
     starts = len(context.engines.starts()) - starts_before
     _print_results(context, log)
-    log(f"\n{num_runs} Dagster runs, {starts} engine starts, {time.monotonic() - started:.0f} s, {_peak_memory()}")
+    log(f"\n{num_runs} Dagster runs, {starts} engine starts, {time.monotonic() - started:.0f} s, {memory.stop()}")
     log(f"The draft that vLLM serves: {context.references.folder / LINK}")
     log("Open the Dagster UI on these assets: make dev, then http://localhost:3000")
 
@@ -66,8 +72,8 @@ def _prepare(spec: PipelineSpec, log: Log) -> None:
 
 def _print_results(context: StageContext, log: Log) -> None:
     rows = [_stage_row(context, stage) for stage in (*ids.CHUNK_STAGES, *_TAIL)]
-    headers = ["stage", "artifacts", "seconds", "tokens", "tok/s", "bytes"]
-    log("\n" + tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 5)))
+    headers = ["stage", "artifacts", "seconds", "tokens", "tok/s", "bytes", "engine starts"]
+    log("\n" + tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 6)))
     evaluation = context.upstream(ids.DRAFT_EVALUATION)
     metrics = evaluation.manifest.metrics
     log("\n" + evaluation_table(pq.read_table(evaluation.path(EVALUATION)).to_pylist(), "simple"))
@@ -90,10 +96,38 @@ def _stage_row(context: StageContext, stage: str) -> list[Any]:
         f"{tokens:,.0f}" if tokens else "",
         speed,
         f"{sum(m.size_bytes for m in manifests):,}",
+        f"{sum(m.metrics.get('num_engine_starts', 0) for m in manifests):.0f}",
     ]
 
 
-def _peak_memory() -> str:
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return f"largest process {max(own, children) / 2**20:.1f} GiB"
+class _PeakMemory(threading.Thread):
+    """Samples the memory of this process, its children and all engines (resident less shared pages)."""
+
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(daemon=True)
+        self._context = context
+        self._done = threading.Event()
+        self._peak = 0
+
+    def run(self) -> None:
+        """Samples until `stop`."""
+        while not self._done.wait(_SAMPLE_S):
+            hosts = [state.read()["pid"] for state in self._context.engines.engines() if state.is_alive()]
+            self._peak = max(self._peak, sum(_memory_of_tree(pid) for pid in (os.getpid(), *hosts)))
+
+    def stop(self) -> str:
+        """Ends the sampling and says the peak."""
+        self._done.set()
+        self.join()
+        return f"peak memory {self._peak / 2**30:.1f} GiB"
+
+
+def _memory_of_tree(pid: int) -> int:
+    total = 0
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                memory = process.memory_info()
+                total += memory.rss - memory.shared
+    return total

@@ -21,9 +21,16 @@ def ignore_event(_event: dict[str, Any]) -> None:
 
 
 class EngineClient:
-    """One connection; the engine does not retire while it is open."""
+    """One connection; the engine does not retire while it is open.
+
+    Attributes:
+        started: whether this client's `acquire` started the engine.
+        waited_s: seconds from `acquire` to the connection: the start, or next to nothing.
+    """
 
     def __init__(self, state: EngineState) -> None:
+        self.started = False
+        self.waited_s = 0.0
         self._state = state
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

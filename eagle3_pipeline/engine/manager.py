@@ -42,6 +42,7 @@ class EngineManager:
         Raises:
             EngineError: it does not start; the message holds its log's tail.
         """
+        asked = time.monotonic()
         state = EngineState(self.folder / spec.engine_id)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Serialises start races; waiting here is waiting for the other starter's load.
@@ -50,7 +51,9 @@ class EngineManager:
                 client = EngineClient(state)
                 log(f"reusing the engine {spec.describe()} (pid {state.read().get('pid')})")
                 return client
-            return self._start(spec, state, log)
+            client = self._start(spec, state, log)
+            client.started, client.waited_s = True, time.monotonic() - asked
+            return client
 
     def _start(self, spec: EngineSpec, state: EngineState, log: Log) -> EngineClient:
         state.prepare(spec)

@@ -69,6 +69,7 @@ def _produce(context: StageContext, identity: Identity, writer: ArtifactWriter) 
     engine = context.capturing_engine_spec()
     sequences: list[dict[str, Any]] = []
     speeds: list[dict[str, Any]] = []
+    starts = 0.0
     for category, rows in prompt_rows(context).items():
         batch = PromptBatch(
             f"baseline {category}",
@@ -80,6 +81,7 @@ def _produce(context: StageContext, identity: Identity, writer: ArtifactWriter) 
             batch_size=context.spec.evaluation.batch_size,
         )
         answers, speed = run_prompts(context, engine, batch)
+        starts += speed["num_engine_starts"]
         found = [_sequence(row, answers[row["sequence_id"]], category) for row in rows]
         sequences += found
         new_tokens = sum(len(s["input_ids"]) - s["num_prompt_tokens"] for s in found)
@@ -94,7 +96,12 @@ def _produce(context: StageContext, identity: Identity, writer: ArtifactWriter) 
     seal_capture(context, f"{context.spec.name}: baseline", writer.folder, tokens, records, identity.fingerprint)
     total = sum(row["num_new_tokens"] for row in speeds)
     elapsed = sum(row["elapsed_s"] for row in speeds)
-    metrics = {"num_prompts": len(sequences), "num_new_tokens": total, "tokens_per_s": total / max(elapsed, 1e-9)}
+    metrics = {
+        "num_prompts": len(sequences),
+        "num_new_tokens": total,
+        "tokens_per_s": total / max(elapsed, 1e-9),
+        "num_engine_starts": starts,
+    }
     return Produced(rows_content_id(("sequence_id", "input_ids"), sequences), metrics)
 
 

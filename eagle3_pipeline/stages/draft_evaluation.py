@@ -69,7 +69,7 @@ def _produce(
     context: StageContext, identity: Identity, checkpoint: Artifact, baseline: Artifact, writer: ArtifactWriter
 ) -> Produced:
     simulated, untrained = _simulate(context, identity, checkpoint, baseline)
-    served = _serve(context, identity, checkpoint)
+    served, started = _serve(context, identity, checkpoint)
     expected = {row["sequence_id"]: row for row in pq.read_table(baseline.path(baseline_stage.SEQUENCES)).to_pylist()}
     speeds = {r["category"]: r for r in pq.read_table(baseline.path(baseline_stage.SPEEDS)).to_pylist()}
     notes: list[str] = []
@@ -79,7 +79,7 @@ def _produce(
         differences, ties = _compare(context, engine, identity, part, expected, notes)
         rows.append(_row(part, speeds[part.category], differences, ties))
     rows.append(_pooled_row(rows, served, list(speeds.values())))
-    metrics = _metrics(rows[-1], simulated, untrained)
+    metrics = _metrics(rows[-1], simulated, untrained) | {"num_engine_starts": float(started)}
     notes.append(
         "Undrafted speed was measured on the engine that also captures hidden states; a plain engine is faster, "
         "so speed-up is an upper bound. `make bench` measures the difference."
@@ -108,7 +108,7 @@ def _engine(context: StageContext, checkpoint: Artifact) -> EngineSpec:
     return context.engine_spec(draft_path=str(checkpoint.folder), num_speculative_tokens=tokens)
 
 
-def _serve(context: StageContext, identity: Identity, checkpoint: Artifact) -> list[Served]:
+def _serve(context: StageContext, identity: Identity, checkpoint: Artifact) -> tuple[list[Served], bool]:
     engine, spec = _engine(context, checkpoint), context.spec.evaluation
     sampling = baseline_stage.greedy_sampling(context)
     served = []
@@ -127,7 +127,7 @@ def _serve(context: StageContext, identity: Identity, checkpoint: Artifact) -> l
             tokens = {row["sequence_id"]: answers[row["sequence_id"]]["token_ids"] for row in rows}
             num_new = sum(map(len, tokens.values()))
             served.append(Served(category, acceptance, num_new, num_new / speed["new_tokens_per_s"], tokens))
-    return served
+    return served, client.started
 
 
 def _compare(

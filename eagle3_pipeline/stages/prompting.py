@@ -56,7 +56,7 @@ def run_prompts(
 
     Returns:
         The answers by sequence id (as `engine.jobs` journals them), and engine_s, tokens_per_s (prompt and new
-        tokens), new_tokens_per_s, num_reused_rows.
+        tokens), new_tokens_per_s, num_reused_rows, num_engine_starts, engine_wait_s.
 
     Raises:
         EngineError, CaptureError, DiskSpaceError: as the engine met them.
@@ -80,5 +80,7 @@ def run_prompts(
         "tokens_per_s": (counts["prompt_tokens"] + counts["new_tokens"]) / elapsed,
         "new_tokens_per_s": counts["new_tokens"] / elapsed,
         "num_reused_rows": counts["reused"],
+        "num_engine_starts": float(client.started),
+        "engine_wait_s": client.waited_s,
     }
     return read_journal(journal), speed

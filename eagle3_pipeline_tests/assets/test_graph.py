@@ -21,6 +21,15 @@ def metadata(result: dg.ExecuteInProcessResult, stage: str) -> dict:
     raise AssertionError(f"{stage} was not materialised")
 
 
+def failure(result: dg.ExecuteInProcessResult) -> str:
+    for event in result.all_events:
+        if event.is_step_failure:
+            data = event.step_failure_data.user_failure_data
+            assert data and data.description
+            return data.description
+    raise AssertionError("no step failed")
+
+
 def test_keys_groups_and_dependencies_are_those_of_the_design(pipeline: Pipeline) -> None:
     graph = build_definitions([pipeline.spec]).resolve_asset_graph()
     found = {
@@ -131,7 +140,7 @@ def test_only_missing_states_are_prefilled(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failure", "words"),
+    ("kind", "words"),
     [
         ("start", ["did not start", "the fake engine was told not to start"]),
         ("write_error", ["cannot write the hidden states", "Errno 5"]),
@@ -140,14 +149,13 @@ def test_only_missing_states_are_prefilled(pipeline: Pipeline) -> None:
     ],
 )
 def test_a_failing_engine_fails_the_run_and_publishes_nothing(
-    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, failure: str, words: list[str]
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, kind: str, words: list[str]
 ) -> None:
     assert pipeline.run("prepare_data", FIRST).success
-    monkeypatch.setenv("EAGLE3_FAKE_FAIL", failure)
+    monkeypatch.setenv("EAGLE3_FAKE_FAIL", kind)
     result = pipeline.run("generate_and_capture", FIRST)
     assert not result.success
-    failed = next(event for event in result.all_events if event.is_step_failure)
-    description = failed.step_failure_data.user_failure_data.description
+    description = failure(result)
     for word in words:
         assert word in description
     assert published(pipeline.home, "synthetic_generations") == published(pipeline.home, "hidden_states") == []
@@ -168,23 +176,20 @@ def test_a_failed_chunk_continues_after_the_cause_is_gone(pipeline: Pipeline, mo
 
 def test_an_unknown_chunk_and_a_missing_upstream_are_named(pipeline: Pipeline) -> None:
     result = pipeline.run("generate_and_capture", FIRST)
-    failed = next(event for event in result.all_events if event.is_step_failure)
-    assert "dataset[000000] is not materialised" in failed.step_failure_data.user_failure_data.description
+    assert "dataset[000000] is not materialised" in failure(result)
 
 
 def test_an_edited_source_asks_for_a_sync(pipeline: Pipeline) -> None:
     pipeline.write_rows("a.jsonl", ["one", "two", "three", "other"])
     result = pipeline.run("prepare_data", FIRST)
-    failed = next(event for event in result.all_events if event.is_step_failure)
-    assert "run eagle3 sync-chunks" in failed.step_failure_data.user_failure_data.description
+    assert "run eagle3 sync-chunks" in failure(result)
 
 
 def test_too_few_usable_rows_fail_with_the_reasons(pipeline: Pipeline) -> None:
     (pipeline.home / "data" / "a.jsonl").write_text('{"prompt": "one"}\nnot json\n{"other": 1}\n{"prompt": ""}\n')
     pipeline.sync()
     result = pipeline.run("prepare_data", FIRST)
-    failed = next(event for event in result.all_events if event.is_step_failure)
-    description = failed.step_failure_data.user_failure_data.description
+    description = failure(result)
     for word in ("1 of 4 rows are usable", "bad_json 1", "wrong_shape 1", "empty 1"):
         assert word in description
 
@@ -192,8 +197,7 @@ def test_too_few_usable_rows_fail_with_the_reasons(pipeline: Pipeline) -> None:
 def test_the_vocabulary_waits_for_all_chunks(pipeline: Pipeline) -> None:
     pipeline.run_chunk(FIRST)
     result = pipeline.run("train_and_evaluate", None, "vocab_map")
-    failed = next(event for event in result.all_events if event.is_step_failure)
-    assert "synthetic_generations[000001] is not materialised" in failed.step_failure_data.user_failure_data.description
+    assert "synthetic_generations[000001] is not materialised" in failure(result)
     pipeline.run_chunk(SECOND)
     result = pipeline.run("train_and_evaluate", None, "vocab_map")
     assert result.success

@@ -51,7 +51,7 @@ def test_tensors_and_config(bench: Bench, tmp_path: Path) -> None:
     assert (config["norm_before_residual"], config["norm_before_fc"]) == (True, False)
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
     verifier = config["speculators_config"]["verifier"]
-    assert verifier == {"name_or_path": trained.spec["verifier"]["path"], "architectures": ["LlamaForCausalLM"]}
+    assert verifier == {"name_or_path": str(bench.job.verifier_path), "architectures": ["LlamaForCausalLM"]}
     layers = config["transformer_layer_config"]
     assert layers["layer_types"] == ["full_attention"]
     assert layers.get("sliding_window") is None
