@@ -50,7 +50,7 @@ def answer_tokens(
     return ids[len(prompt) :]
 
 
-def state_bits(ids: Sequence[int], layer_ids: Sequence[int], hidden_size: int) -> np.ndarray:
+def state_bits(ids: Sequence[int] | np.ndarray, layer_ids: Sequence[int], hidden_size: int) -> np.ndarray:
     """States as bf16 bits [n, layers, H]: whole numbers from 1 to 251, which bf16 holds exactly."""
     tokens = np.asarray(ids, dtype=np.int64)[:, None, None]
     layers = np.asarray(layer_ids, dtype=np.int64)[None, :, None]
@@ -144,7 +144,7 @@ class FakeBackend:
         if self._fails("short_capture", capture.sequence_id):
             rows = rows[:-1]
         bits = state_bits(rows, self._spec.layer_ids, self._spec.hidden_size)
-        self._appender(capture.folder).append(capture.sequence_id, memoryview(bits))
+        self._appender(capture.folder).append(capture.sequence_id, bits.data)
 
     def _appender(self, folder: Path) -> ShardAppender:
         assert self._spec is not None

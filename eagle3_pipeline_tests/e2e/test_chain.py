@@ -2,67 +2,17 @@
 
 import json
 
-import numpy as np
-import pyarrow.parquet as pq
 import pytest
-from safetensors import safe_open
 
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.planning import Status, plan
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.dataset import materialise_dataset
-from eagle3_pipeline.stages.verifier_outputs import SEQUENCES, materialise_outputs
-from eagle3_pipeline.store.objects import Artifact
-from eagle3_pipeline.store.shards import bf16_to_float32, map_states, read_index, shard_name
+from eagle3_pipeline.stages.verifier_outputs import materialise_outputs
 from eagle3_pipeline_tests.e2e.conftest import Home
+from eagle3_pipeline_tests.state_parity import assert_states_match_transformers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-
-
-def captured_states(states: Artifact) -> dict[str, np.ndarray]:
-    """[n, A+1, H] float32 by sequence id."""
-    found = {}
-    for row in read_index(states.folder).to_pylist():
-        values, _ = map_states(states.folder / shard_name(row["shard"]))
-        found[row["sequence_id"]] = bf16_to_float32(values[row["row_start"] : row["row_start"] + row["num_tokens"]])
-    return found
-
-
-def assert_states_match_transformers(home: Home, sequences: Artifact, states: Artifact) -> None:
-    """Every layer within 2 % of Transformers in float32, its neighbours more than 20 % off."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(home.path / "models" / "tiny", dtype=torch.float32)
-    # Transformers' last entry is behind the final norm; the hook sees what goes into it.
-    before_norm: list[torch.Tensor] = []
-    model.model.norm.register_forward_pre_hook(lambda _m, args: before_norm.append(args[0]))
-    found = captured_states(states)
-    layer_ids = json.loads(_shard_metadata(states)["layer_ids"])
-    assert layer_ids == [2, 4, 5, 8]
-    for row in pq.read_table(sequences.path(SEQUENCES)).to_pylist():
-        ids_ = torch.tensor([row["input_ids"][:-1]])
-        before_norm.clear()
-        with torch.no_grad():
-            hidden = model(ids_, output_hidden_states=True).hidden_states
-        expected = {i: hidden[i][0].numpy() for i in range(len(hidden) - 1)} | {
-            len(hidden) - 1: before_norm[0][0].numpy()
-        }
-        for position, layer in enumerate(layer_ids):
-            got = found[row["sequence_id"]][:, position]
-            assert got.shape == expected[layer].shape
-            assert relative_error(got, expected[layer]) < 0.02
-            for neighbour in {layer - 1, layer + 1} & set(expected):
-                assert relative_error(got, expected[neighbour]) > 0.20
-
-
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-
-
-def _shard_metadata(states: Artifact) -> dict[str, str]:
-    with safe_open(states.folder / shard_name(0), "np") as file:
-        return file.metadata()
 
 
 def test_states_captured_while_generating_match_transformers(home: Home, tiny: PipelineSpec) -> None:
@@ -72,7 +22,9 @@ def test_states_captured_while_generating_match_transformers(home: Home, tiny: P
     assert made.generations and made.hidden_states
     assert made.hidden_states.manifest.metrics["one_pass"] == 1
     assert len(context.engines.starts()) == 1
-    assert_states_match_transformers(home, made.generations.artifact, made.hidden_states.artifact)
+    assert_states_match_transformers(
+        home.path / "models" / "tiny", made.generations.artifact, made.hidden_states.artifact
+    )
 
 
 def test_prefilled_states_match_transformers(home: Home, tiny: PipelineSpec) -> None:
@@ -94,7 +46,9 @@ def test_prefilled_states_match_transformers(home: Home, tiny: PipelineSpec) -> 
     assert made.generations and made.hidden_states
     assert made.hidden_states.manifest.metrics["one_pass"] == 0
     assert len(context.engines.starts()) == 1, "the engine of the generating pipeline is reused"
-    assert_states_match_transformers(home, made.generations.artifact, made.hidden_states.artifact)
+    assert_states_match_transformers(
+        home.path / "models" / "tiny", made.generations.artifact, made.hidden_states.artifact
+    )
 
 
 def test_the_whole_graph_materialises(home: Home, tiny: PipelineSpec) -> None:

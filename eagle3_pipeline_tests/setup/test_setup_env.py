@@ -48,9 +48,7 @@ def test_levels(check: setup_env.Check, level: str) -> None:
 
 
 def test_a_good_line_says_found_and_needed_and_a_bad_one_what_to_do() -> None:
-    assert str(setup_env.check_memory(9 * 10**9)) == (
-        "ok    memory: found 9.0 GB, needed 4 GB (8 GB recommended)"
-    )
+    assert str(setup_env.check_memory(9 * 10**9)) == ("ok    memory: found 9.0 GB, needed 4 GB (8 GB recommended)")
     assert str(setup_env.check_memory(2 * 10**9)) == (
         "FAIL  memory: found 2.0 GB, needed 4 GB (8 GB recommended), close programs or use a larger machine"
     )
@@ -58,9 +56,7 @@ def test_a_good_line_says_found_and_needed_and_a_bad_one_what_to_do() -> None:
 
 def test_check_prints_a_line_per_requirement_and_builds_nothing() -> None:
     script = setup_env.ROOT / "tools" / "setup_env.py"
-    result = subprocess.run(
-        [sys.executable, "-I", str(script), "--check"], capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, "-I", str(script), "--check"], capture_output=True, text=True, check=False)
     lines = result.stdout.splitlines()
     assert [line[6:].partition(":")[0] for line in lines] == [
         "platform", "Python", "venv module", "CPU", "memory", "disk"
@@ -84,9 +80,7 @@ def environment(tmp_path: Path) -> Environment:
     return environment
 
 
-def test_nothing_is_run_when_the_stamp_fits(
-    environment: Environment, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_run_when_the_stamp_fits(environment: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup_env, "build", lambda _: pytest.fail("built"))
     setup_env.ensure(environment)
 
@@ -195,9 +189,7 @@ def test_a_failed_step_shows_the_tail_of_its_output_without_noise(tmp_path: Path
 
 
 @pytest.mark.parametrize("first_to_work", [1, 2, 3])
-def test_ways_are_tried_in_order_until_one_works(
-    first_to_work: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ways_are_tried_in_order_until_one_works(first_to_work: int, capsys: pytest.CaptureFixture[str]) -> None:
     tried: list[Sequence[str]] = []
 
     def run(title: str, arguments: Sequence[str]) -> None:

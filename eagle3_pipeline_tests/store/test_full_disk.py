@@ -59,7 +59,7 @@ def test_an_appender_on_a_full_disk_records_the_loss_and_goes_on_when_there_is_s
     rows = {f"s{i}": np.full((64, 2, 256), i + 1, dtype=np.uint16) for i in range(12)}
     folder = small_volume / "states"
     appender = ShardAppender(folder, geometry.row_bytes, 1 << 30)
-    outcomes = {name: appender.append(name, memoryview(data)) for name, data in list(rows.items())[:10]}
+    outcomes = {name: appender.append(name, data.data) for name, data in list(rows.items())[:10]}
     # 64 KiB each on 512 KiB: about seven fit.
     lost = [name for name, record in outcomes.items() if record.error]
     assert 0 < len(outcomes) - len(lost) < 8
@@ -69,7 +69,7 @@ def test_an_appender_on_a_full_disk_records_the_loss_and_goes_on_when_there_is_s
     # The operator frees space: the tail that was lost is cut off by the seal, here a larger part is.
     with (folder / shard_name(0)).open("r+b") as file:
         file.truncate(4096 + 3 * 64 * 1024)
-    later = appender.append("s11", memoryview(rows["s11"]))
+    later = appender.append("s11", rows["s11"].data)
     assert later.error == ""
     intact = intact_records(folder, geometry)
     assert set(intact) == {"s0", "s1", "s2", "s11"}
@@ -85,7 +85,7 @@ def test_records_that_did_not_fit_are_written_with_the_next_one(small_volume: Pa
     geometry = Geometry((1,), 8)
     folder = small_volume / "states"
     appender = ShardAppender(folder, geometry.row_bytes, 1 << 30)
-    data = memoryview(np.ones((2, 1, 8), dtype=np.uint16))
+    data = np.ones((2, 1, 8), dtype=np.uint16).data
     appender.append("first", data)
     _fill(small_volume / "filler")
     # A record is about 130 bytes, so these exceed what is left of the records' last page.

@@ -60,7 +60,7 @@ def test_two_deaths_in_a_row_are_survived(tmp_path: Path) -> None:
     # The second writer meets what the first one left, the manifest of an unpublished folder included.
     total = next(n for n in range(MOST_CALLS) if _write_and_die(tmp_path / f"count-{n}", n) == 0)
     for first in range(total - 6, total):
-        for second in range(0, total, 3):
+        for second in range(0, total, 5):
             root = tmp_path / f"{first}-{second}"
             _write_and_die(root, first)
             store = Store(root)

@@ -37,7 +37,7 @@ def _rows(seed: int, num_tokens: int) -> np.ndarray:
 
 
 def _append(appender: ShardAppender, name: str, rows: np.ndarray) -> ShardRecord:
-    return appender.append(name, memoryview(rows))
+    return appender.append(name, rows.data)
 
 
 def _ids(num_tokens: int, first: int = 0) -> np.ndarray:

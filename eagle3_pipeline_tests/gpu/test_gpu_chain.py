@@ -1,0 +1,82 @@
+"""The chain on one GPU, without Dagster: capture parity, training, serving. `pytest -m gpu` on a GPU machine."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eagle3_pipeline.config import PipelineSpec
+from eagle3_pipeline.engine.devices import count_gpus
+from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline.stages.baseline import materialise_baseline
+from eagle3_pipeline.stages.context import StageContext
+from eagle3_pipeline.stages.dataset import materialise_dataset
+from eagle3_pipeline.stages.draft_checkpoint import materialise_checkpoint
+from eagle3_pipeline.stages.draft_evaluation import materialise_evaluation
+from eagle3_pipeline.stages.published_draft import publish_draft
+from eagle3_pipeline.stages.verifier_outputs import materialise_outputs
+from eagle3_pipeline.stages.vocab_map import materialise_vocab_map
+from eagle3_pipeline_tests.state_parity import assert_states_match_transformers
+from eagle3_pipeline_tests.tiny_model import make_tiny_llama
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not count_gpus(), reason="no NVIDIA GPU on this machine"),
+]
+CHUNK = "000000"
+# The verifier computes in bf16 here, and random weights amplify its rounding from layer to layer.
+BF16_TOLERANCE = 0.06
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StageContext]:
+    home = tmp_path_factory.mktemp("home")
+    os.environ["EAGLE3_HOME"] = str(home)
+    make_tiny_llama(home / "tiny")
+    prompts = [f"tell {a} of {b}" for a in ("river", "stone", "lamp") for b in ("paper", "cloud", "winter", "door")]
+    (home / "data.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    lines = [json.dumps({"category": "c", "prompt": f"say {i}"}) + "\n" for i in range(4)]
+    (home / "prompts.jsonl").write_text("".join(lines))
+    spec = PipelineSpec.model_validate(
+        {
+            "name": "gpu",
+            "verifier": {"model": str(home / "tiny"), "dtype": "bfloat16"},
+            "dataset": {"path": str(home / "data.jsonl")},
+            "generation": {"max_new_tokens": 32, "max_sequence_tokens": 128, "temperature": 0.7},
+            "vocab": {"draft_vocab_size": 160, "min_coverage": 0.3},
+            "training": {"epochs": 2, "lr": 3e-3, "batch_tokens": 256, "min_validation_samples": 3},
+            "evaluation": {"prompts": str(home / "prompts.jsonl"), "max_new_tokens": 24},
+            "resources": {"num_gpus": 1, "gpu_memory_utilization": 0.2, "max_num_seqs": 16, "enforce_eager": True},
+        }
+    )
+    made = StageContext(spec, home=home)
+    made.registry.sync(spec)
+    yield made
+    made.engines.stop_all(print)
+
+
+def test_sampled_states_match_transformers(context: StageContext) -> None:
+    materialise_dataset(context, CHUNK)
+    made = materialise_outputs(context, CHUNK)
+    assert made.generations and made.hidden_states
+    assert made.hidden_states.manifest.metrics["one_pass"] == 1
+    worst = assert_states_match_transformers(
+        Path(context.verifier.path), made.generations.artifact, made.hidden_states.artifact, BF16_TOLERANCE
+    )
+    print("largest relative error by layer:", worst)
+
+
+def test_the_draft_trains_and_serves(context: StageContext) -> None:
+    materialise_baseline(context)
+    materialise_vocab_map(context)
+    checkpoint = materialise_checkpoint(context).manifest
+    assert checkpoint.metrics["steps"] > 0
+    evaluation = materialise_evaluation(context).manifest
+    assert evaluation.metrics["num_drafts"] > 0
+    print({k: round(v, 3) for k, v in evaluation.metrics.items()})
+    assert publish_draft(context).promoted
+    assert len(context.engines.starts()) == 2
+    assert context.upstream(ids.DRAFT_EVALUATION)

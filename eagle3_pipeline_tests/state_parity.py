@@ -1,0 +1,69 @@
+"""Captured states against Transformers in float32."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+from safetensors import safe_open
+
+from eagle3_pipeline.stages.verifier_outputs import SEQUENCES
+from eagle3_pipeline.store.objects import Artifact
+from eagle3_pipeline.store.shards import bf16_to_float32, map_states, read_index, shard_name
+
+TOLERANCE = 0.02
+NEIGHBOUR = 0.20
+
+
+def captured_states(states: Artifact) -> dict[str, np.ndarray]:
+    """[n, A+1, H] float32 by sequence id."""
+    found = {}
+    for row in read_index(states.folder).to_pylist():
+        values, _ = map_states(states.folder / shard_name(row["shard"]))
+        found[row["sequence_id"]] = bf16_to_float32(values[row["row_start"] : row["row_start"] + row["num_tokens"]])
+    return found
+
+
+def reference_states(model: object, input_ids: list[int]) -> dict[int, np.ndarray]:
+    """[n, H] by layer id: the input of each layer, and the last layer's output before the final norm."""
+    import torch
+
+    # Transformers' last entry is behind the final norm; the hook sees what goes into it.
+    before_norm: list[torch.Tensor] = []
+    hook = model.model.norm.register_forward_pre_hook(lambda _module, args: before_norm.append(args[0]))  # type: ignore[attr-defined]
+    with torch.no_grad():
+        hidden = model(torch.tensor([input_ids]), output_hidden_states=True).hidden_states  # type: ignore[operator]
+    hook.remove()
+    states = {i: layer[0].numpy() for i, layer in enumerate(hidden[:-1])}
+    return states | {len(hidden) - 1: before_norm[0][0].numpy()}
+
+
+def assert_states_match_transformers(
+    model_folder: Path, sequences: Artifact, states: Artifact, tolerance: float = TOLERANCE
+) -> dict[int, float]:
+    """Every layer within `tolerance`, its neighbours more than 20 % off; returns the largest error of each layer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    found = captured_states(states)
+    with safe_open(states.folder / shard_name(0), "np") as file:
+        layer_ids = json.loads(file.metadata()["layer_ids"])
+    assert layer_ids == [2, 4, 5, 8]
+    worst = dict.fromkeys(layer_ids, 0.0)
+    for row in pq.read_table(sequences.path(SEQUENCES)).to_pylist():
+        expected = reference_states(model, row["input_ids"][:-1])
+        for position, layer in enumerate(layer_ids):
+            got = found[row["sequence_id"]][:, position]
+            assert got.shape == expected[layer].shape
+            error = relative_error(got, expected[layer])
+            assert error < tolerance, f"layer {layer}: {error:.4f}"
+            worst[layer] = max(worst[layer], error)
+            for neighbour in {layer - 1, layer + 1} & set(expected):
+                assert relative_error(got, expected[neighbour]) > NEIGHBOUR
+    return worst
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """Norm of the difference over the norm of the expected."""
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
