@@ -30,6 +30,9 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
     if spec.layer_ids:
         arguments |= _capture_arguments(spec)
+        # With asynchronous scheduling a sequence that ends on an accepted token has a last row that was never computed
+        # (seen with vLLM 0.24: the token before the last one repeats its predecessor).
+        arguments["async_scheduling"] = False
     if spec.draft_path:
         arguments["speculative_config"] = {
             "method": "eagle3",

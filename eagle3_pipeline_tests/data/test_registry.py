@@ -305,6 +305,29 @@ def test_two_processes_that_sync_at_once_register_every_row_once(
     ]
 
 
+def test_a_sync_waits_for_another_one(
+    source: Path, registry: ChunkRegistry, make_spec: SpecMaker, tmp_path: Path
+) -> None:
+    write_jsonl(source / "a.jsonl", _rows("a", 3))
+    code = """
+        import sys
+        from pathlib import Path
+        from eagle3_pipeline.store.atomic import exclusive
+        with exclusive(Path(sys.argv[1]), "registry"):
+            print("syncing", flush=True)
+            sys.stdin.read()
+    """
+    with Child(code, tmp_path / "store" / "pipelines" / "p" / "chunks.lock") as other:
+        assert other.line() == "syncing"
+        thread = threading.Thread(target=registry.sync, args=(make_spec(),))
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive() and registry.chunks() == []
+        other.finish()
+        thread.join(20)
+    assert [c.key for c in registry.chunks()] == ["000000"]
+
+
 def test_a_chunk_without_duplicates_differs_from_one_with() -> None:
     one = Chunk("000000", "f", 10, 3, 0, "hash", ())
     two = Chunk("000000", "f", 10, 3, 0, "hash", (11,))

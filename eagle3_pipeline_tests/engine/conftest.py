@@ -18,6 +18,7 @@ from eagle3_pipeline.engine.manager import EngineManager
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline_tests.fake_engine import FAKE_BACKEND
 from eagle3_pipeline_tests.store.children import REPOSITORY
+from eagle3_pipeline_tests.store.conftest import small_volume  # noqa: F401
 
 LAYER_IDS, HIDDEN = (1, 2, 4), 8
 

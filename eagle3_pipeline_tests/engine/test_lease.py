@@ -9,8 +9,9 @@ import psutil
 import pytest
 
 from eagle3_pipeline.engine.lease import GpuPool
+from eagle3_pipeline.engine.manager import EngineManager
 from eagle3_pipeline.errors import LeaseError
-from eagle3_pipeline_tests.store.children import Child, wait_until
+from eagle3_pipeline_tests.store.children import REPOSITORY, Child, wait_until
 
 # Arguments: folder, GPUs of the pool, GPUs wanted, holder, whether to start a child that sleeps.
 HOLD = """
@@ -174,3 +175,36 @@ def test_the_shell_of_a_killed_holder_is_left_alone(tmp_path: Path) -> None:
         with GpuPool(tmp_path, 1).acquire(1, "next", 5.0, _ignore):
             pass
         assert _sleeps(shell.process.pid)
+
+
+@pytest.mark.xfail(strict=True, reason="the worker of a killed run has a session of its own, which no lease records")
+def test_the_worker_of_a_killed_run_is_ended_by_the_next_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "some_work"
+    package.mkdir()
+    (package / "worker.py").write_text(
+        "import os, time\nfrom eagle3_pipeline.workers import claim_stdout, emit\n"
+        "emit(claim_stdout(), 'started', pid=os.getpid())\ntime.sleep(300)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(REPOSITORY)]))
+    run_code = """
+        import sys
+        from pathlib import Path
+        from eagle3_pipeline.engine.manager import EngineManager
+        from eagle3_pipeline.errors import TrainingError
+        from eagle3_pipeline.workers import run_worker
+        home = Path(sys.argv[1])
+        show = lambda event: print(event["pid"], flush=True)
+        with EngineManager(home, 1).lease(1, "training", 10.0, print) as lease:
+            run_worker("some_work.worker", {}, home, show, TrainingError, "training", lease.environment())
+    """
+    with Child(run_code, tmp_path / "home", new_session=True) as run:
+        worker = int(run.line())
+        run.kill()
+        try:
+            with EngineManager(tmp_path / "home", 1).lease(1, "next", 5.0, _ignore):
+                assert not _sleeps(worker), "two trainings on one GPU"
+        finally:
+            if _sleeps(worker):
+                psutil.Process(worker).kill()

@@ -1,5 +1,6 @@
 """Life of engines: started once, reused, retired, waited for, and how they end."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -346,3 +347,27 @@ def test_a_state_of_a_dead_host_does_not_count(manager: EngineManager) -> None:
     assert not state.is_alive()
     with manager.acquire(spec, _quiet) as client:
         assert _pid(client) != os.getpid()
+
+
+@pytest.mark.xfail(strict=True, reason="engine/manager.py takes any socket that connects for an engine that answers")
+def test_an_engine_that_is_just_dying_is_not_reused(manager: EngineManager) -> None:
+    # What a killed host looks like until the kernel has closed its socket: it connects, then the connection is gone.
+    spec = engine_spec()
+    state = _state(manager, spec)
+    state.prepare(spec)
+    with socket.socket(socket.AF_UNIX) as dying:
+        dying.bind(str(state.socket))
+        dying.listen()
+        dying.settimeout(10)
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    dying.accept()[0].close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        try:
+            with manager.acquire(spec, _quiet) as client:
+                assert _pid(client) != os.getpid()
+        finally:
+            dying.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,11 @@
 """A writer that dies before any of its file-system calls leaves the store as it was or complete."""
 
 import hashlib
+import os
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from eagle3_pipeline.store.manifest import MANIFEST_NAME
 from eagle3_pipeline.store.objects import Store
@@ -77,3 +81,26 @@ def test_an_overwritten_file_of_a_dead_writer_is_checksummed_anew(store: Store) 
     artifact = write_artifact(store)
     assert hashlib.sha256(artifact.path("a.parquet").read_bytes()).digest() == hashlib.sha256(b"first" * 100).digest()
     store.verify(artifact)
+
+
+def test_everything_is_on_the_disk_before_it_becomes_visible(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    at_rename: list[set[str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def recording_fsync(descriptor: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def recording_rename(*paths: Any) -> None:
+        at_rename.append(set(flushed))
+        rename(*paths)
+
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(os, "rename", recording_rename)
+    artifact = write_artifact(store)
+    partial = store.partial_folder(STAGE, FINGERPRINT)
+    (before,) = at_rename
+    assert {str(partial / name) for name in FILES} | {str(partial), str(partial / "sub")} <= before
+    assert any(MANIFEST_NAME in Path(path).name for path in before)
+    assert flushed[-1] == str(artifact.folder.parent), "the rename itself"
