@@ -162,6 +162,8 @@ class _Planner:
         store = self._context.store
         folder = store.object_folder(identity.stage, identity.fingerprint)
         manifest = read_manifest(folder)
+        if manifest is not None and manifest.fingerprint != identity.fingerprint:
+            manifest = None
         if manifest is None:
             status, reason = self._why(identity, chunk)
         elif damage := _damage(Artifact(folder, manifest)):

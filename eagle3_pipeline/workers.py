@@ -1,6 +1,7 @@
 """Subprocess workers: heavy libraries live there, JSON events come back on their standard output."""
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -15,10 +16,16 @@ from eagle3_pipeline.errors import Eagle3Error
 
 EventHandler = Callable[[dict[str, Any]], None]
 _TERMINATION_GRACE_S = 20.0
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def claim_stdout() -> TextIO:
-    """In a worker: returns the event stream and sends everything libraries print to standard error."""
+    """In a worker: returns the event stream and sends everything libraries print to standard error.
+
+    From here on the worker ends when the process that runs it does: a worker that outlived a killed run would use a
+    device whose lease is free.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     events = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     return events

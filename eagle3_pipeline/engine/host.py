@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -28,6 +29,7 @@ from eagle3_pipeline.errors import Eagle3Error
 logger = logging.getLogger("eagle3.engine.host")
 _LINE_LIMIT = 1 << 20
 _WATCH_S = 1.0
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Host:
@@ -41,14 +43,16 @@ class Host:
         self._jobs = 0
         self._idle_since = time.monotonic()
         self._stop = asyncio.Event()
+        # Set by a request, acted on once its answer is sent.
+        self._stopping = False
 
     async def serve(self) -> None:
         """Loads the model, then answers until the end."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
         started = time.monotonic()
-        await asyncio.wait_for(self._backend.start(self._spec), self._spec.start_timeout_s)
+        await self._load()
+        for number in _STOP_SIGNALS:
+            loop.add_signal_handler(number, self._stop.set)
         load_s = round(time.monotonic() - started, 3)
         server = await asyncio.start_unix_server(self._client, str(self._state.socket), limit=_LINE_LIMIT)
         os.chmod(self._state.socket, 0o600)
@@ -57,6 +61,25 @@ class Host:
         logger.info("ready after %.1f s: %s", load_s, self._spec.describe())
         async with server:
             await self._watch()
+
+    async def _load(self) -> None:
+        """Loads the model. vLLM blocks the loop while it loads, so signals and the time limit act from outside."""
+
+        def abandon(reason: str) -> None:
+            logger.error("%s while loading; giving up", reason)
+            self._state.close(1)
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+
+        for number in _STOP_SIGNALS:
+            signal.signal(number, lambda received, _frame: abandon(signal.Signals(received).name))
+        limit = self._spec.start_timeout_s
+        timer = threading.Timer(limit, abandon, [f"resources.start_timeout_s ({limit:.0f} s) is over"])
+        timer.daemon = True
+        timer.start()
+        try:
+            await self._backend.start(self._spec)
+        finally:
+            timer.cancel()
 
     async def _watch(self) -> None:
         while not self._stop.is_set():
@@ -102,6 +125,8 @@ class Host:
             await asyncio.gather(work, gone, return_exceptions=True)
         try:
             await send({**work.result(), "event": "result"})
+            if self._stopping:
+                self._stop.set()
         except Eagle3Error as error:
             await send({"event": "error", "kind": type(error).__name__, "message": str(error)})
         except ConnectionError:
@@ -122,12 +147,10 @@ class Host:
             return await run_job(GenerateJob(**request), self._backend, self._spec, uuid.uuid4().hex[:8], send)
         if operation == "retire":
             # The asking client itself is connected.
-            retired = self._clients <= 1
-            if retired:
-                self._stop.set()
-            return {"retired": retired}
+            self._stopping = self._clients <= 1
+            return {"retired": self._stopping}
         if operation == "shutdown":
-            self._stop.set()
+            self._stopping = True
             return {"retired": True}
         raise Eagle3Error(f"unknown operation {operation!r}")
 

@@ -1,24 +1,27 @@
 """A job of the host: answers every prompt of a chunk, journals finished rows, waits until captured rows are written."""
 
 import asyncio
+import contextlib
 import json
 import shutil
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow.parquet as pq
 
 from eagle3_pipeline.engine.backend import Backend, CaptureTarget
 from eagle3_pipeline.engine.spec import EngineSpec
-from eagle3_pipeline.errors import CaptureError, DiskSpaceError, EngineError
+from eagle3_pipeline.errors import CaptureError, DiskSpaceError, Eagle3Error, EngineError
+from eagle3_pipeline.store.atomic import storage_error
 from eagle3_pipeline.store.shards import Geometry, ShardRecord, intact_records, read_records
 
 PROGRESS_EVERY_S = 2.0
 _RECORD_POLL_S = 0.02
 _WRITE_STALL_S = 120.0
+_STALL_CHECK_S = 5.0
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
@@ -67,6 +70,14 @@ def read_journal(path: Path) -> dict[str, dict[str, Any]]:
             row = json.loads(line)
             answers[row["sequence_id"]] = row
     return answers
+
+
+def _open_journal(path: Path) -> IO[str]:
+    """Opens a journal for appending, behind its last complete line."""
+    with path.open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8")
 
 
 async def run_job(job: GenerateJob, backend: Backend, spec: EngineSpec, job_id: str, send: Send) -> dict[str, Any]:
@@ -118,6 +129,7 @@ class _Runner:
         self._job = job
         self._backend = backend
         self._job_id = job_id
+        self._row_bytes = spec.row_bytes
         self._folder = Path(job.capture_folder) if job.capture_folder else None
         self._answers = read_journal(Path(job.journal))
         self._records: dict[str, ShardRecord] = {}
@@ -128,7 +140,7 @@ class _Runner:
             geometry = Geometry(spec.layer_ids, spec.hidden_size)
             self._records = intact_records(self._folder, geometry)
             self._offset = read_records(self._folder)[1]
-        self._journal = Path(job.journal).open("a", encoding="utf-8")  # noqa: SIM115  # closed by close()
+        self._journal = _open_journal(Path(job.journal))
         self._limit = asyncio.Semaphore(job.batch_size or 2 * spec.max_num_seqs)
 
     def is_done(self, prompt: dict[str, Any]) -> bool:
@@ -152,7 +164,7 @@ class _Runner:
                 for prompt in prompts:
                     await self._limit.acquire()
                     group.create_task(self._one(prompt, state))
-        except* (EngineError, CaptureError, DiskSpaceError) as errors:
+        except* Eagle3Error as errors:
             raise errors.exceptions[0] from None
         finally:
             if reader:
@@ -166,25 +178,30 @@ class _Runner:
             if self._folder:
                 await self._written(identity, self._expected_rows(prompt, answer.token_ids))
             row = {"sequence_id": identity, **{k: v for k, v in asdict(answer).items() if v is not None}}
-            self._journal.write(json.dumps(row) + "\n")
-            self._journal.flush()
+            self._note(row)
             state.done += 1
             state.prompt_tokens += len(ids)
             state.new_tokens += len(answer.token_ids)
         finally:
             self._limit.release()
 
+    def _note(self, row: dict[str, Any]) -> None:
+        try:
+            self._journal.write(json.dumps(row) + "\n")
+            self._journal.flush()
+        except OSError as error:
+            raise storage_error(error, Path(self._job.journal)) from error
+
     async def _written(self, identity: str, expected_rows: int) -> None:
         """Waits for the writer's record: vLLM answers before its writer threads are done."""
-        try:
-            async with asyncio.timeout(_WRITE_STALL_S), self._new_record:
-                await self._new_record.wait_for(lambda: identity in self._records)
-        except TimeoutError:
-            free = shutil.disk_usage(str(self._folder)).free
-            raise CaptureError(
-                f"hidden states of sequence {identity} were not written to {self._folder} within "
-                f"{_WRITE_STALL_S:.0f} s; {free:,} bytes are free on its volume"
-            ) from None
+        waited = 0.0
+        while identity not in self._records:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STALL_CHECK_S), self._new_record:
+                    await self._new_record.wait_for(lambda: identity in self._records)
+                    break
+            waited += _STALL_CHECK_S
+            self._check_stall(identity, expected_rows, waited)
         record = self._records[identity]
         if record.error:
             kind = DiskSpaceError if "Errno 28" in record.error or "Errno 122" in record.error else CaptureError
@@ -194,6 +211,15 @@ class _Runner:
                 f"sequence {identity}: {record.num_tokens} rows of hidden states were captured, "
                 f"expected {expected_rows}"
             )
+
+    def _check_stall(self, identity: str, rows: int, waited_s: float) -> None:
+        """On a full disk the writer cannot even leave the record of its error."""
+        free = shutil.disk_usage(str(self._folder)).free
+        what = f"hidden states of sequence {identity} were not written to {self._folder} within {waited_s:.0f} s"
+        if free < rows * self._row_bytes:
+            raise DiskSpaceError(f"{what}: {free:,} bytes are free on its volume; free some and run again")
+        if waited_s >= _WRITE_STALL_S:
+            raise CaptureError(f"{what}; {free:,} bytes are free on its volume")
 
     async def _read_records(self) -> None:
         while True:
@@ -205,4 +231,6 @@ class _Runner:
             await asyncio.sleep(_RECORD_POLL_S)
 
     def close(self) -> None:
-        self._journal.close()
+        # What could not be written was told when it was; closing tries once more.
+        with contextlib.suppress(OSError):
+            self._journal.close()

@@ -61,14 +61,19 @@ class GpuPool:
             raise LeaseError(f"{wanted} GPUs wanted for {holder}, this machine's pool has {self._num_gpus}")
         files = self._wait(wanted, holder, timeout_s, on_wait)
         try:
+            # If this fails, the records stay: the next holder looks for left-overs again.
             for file in files:
                 _end_session(_read_record(file))
-                _write_record(file, holder)
-            indices = tuple(int(Path(f.name).stem.split("-")[1]) for f in files)
-            yield Lease(indices if self._num_gpus else ())
+            try:
+                for file in files:
+                    _write_record(file, holder)
+                indices = tuple(int(Path(f.name).stem.split("-")[1]) for f in files)
+                yield Lease(indices if self._num_gpus else ())
+            finally:
+                for file in files:
+                    file.truncate(0)
         finally:
             for file in files:
-                file.truncate(0)
                 file.close()
 
     def holders(self) -> dict[str, dict[str, Any] | None]:
@@ -158,11 +163,11 @@ def _start_time(pid: int) -> float | None:
 def _end_session(record: dict[str, Any]) -> None:
     """Ends what a dead holder left running: vLLM's workers do not inherit the lock but share its session.
 
-    A living process whose pid equals the session id but which started at another time is a stranger that reuses the
-    pid. The holder's own session is left alone when the caller belongs to it.
+    Only a session that the holder led is ended: another one is a login shell's or a daemon's. A living process whose
+    pid equals the session id but which started at another time is a stranger that reuses the pid.
     """
     session = record.get("session")
-    if not session or session == os.getsid(0) or session == os.getsid(os.getppid()):
+    if not session or session != record.get("pid") or session == os.getsid(0):
         return
     leader_started = _start_time(session)
     if leader_started is not None and leader_started != record.get("session_started"):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -49,6 +50,8 @@ class EngineManager:
         with atomic.exclusive(self.folder / f"{spec.engine_id}.lock", "engine", wait=True):
             with contextlib.suppress(EngineError):
                 client = EngineClient(state)
+                # A host that is just dying still accepts connections; only one that answers is alive.
+                client.request("info")
                 log(f"reusing the engine {spec.describe()} (pid {state.read().get('pid')})")
                 return client
             client = self._start(spec, state, log)
@@ -114,8 +117,13 @@ class EngineManager:
         """Stops every engine, busy or idle."""
         for state in self.engines():
             if state.is_alive():
-                with contextlib.suppress(EngineError), EngineClient(state) as client:
-                    client.request("shutdown")
+                try:
+                    with EngineClient(state) as client:
+                        client.request("shutdown")
+                except EngineError:
+                    # It is loading, and answers no socket yet.
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(state.read()["pid"], signal.SIGTERM)
                 _wait_gone(state)
                 log(f"stopped the engine {state.spec().describe()}")
 

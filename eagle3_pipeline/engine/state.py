@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import psutil
 
 from eagle3_pipeline.engine.spec import EngineSpec
-from eagle3_pipeline.errors import StoreError
+from eagle3_pipeline.errors import EngineError, StoreError
 from eagle3_pipeline.store import atomic
 from eagle3_pipeline.store.fingerprint import digest
 
@@ -34,6 +35,9 @@ class EngineState:
             return path
         private = Path(tempfile.gettempdir()) / f"eagle3-{os.getuid()}"
         private.mkdir(mode=0o700, exist_ok=True)
+        found = private.lstat()
+        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700 or private.is_symlink():
+            raise EngineError(f"{private} must be a folder of this user with mode 0700, for sockets; remove it")
         return private / f"{digest(str(self.folder))[:16]}.sock"
 
     def spec(self) -> EngineSpec:
@@ -87,8 +91,9 @@ class EngineState:
 
     def close(self, code: int) -> None:
         """In the host: the last words."""
-        self.update(phase="stopped" if code == 0 else "failed", exit_code=code)
-        self.socket.unlink(missing_ok=True)
+        if self.is_ours():
+            self.update(phase="stopped" if code == 0 else "failed", exit_code=code)
+            self.socket.unlink(missing_ok=True)
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:

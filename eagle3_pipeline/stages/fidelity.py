@@ -33,7 +33,11 @@ def check_states(
     rows = index.to_pylist()
     found = [row["sequence_id"] for row in rows]
     if sorted(found) != sorted(tokens):
-        raise CaptureError(f"chunk {chunk}: the index holds {len(found)} sequences, expected {len(tokens)}, each once")
+        wrong = next(i for i in [*tokens, *found] if found.count(i) != 1 or i not in tokens)
+        raise CaptureError(
+            f"chunk {chunk}: the index holds {len(found)} sequences, expected {len(tokens)}, each once; "
+            f"sequence {wrong} is there {found.count(wrong)} times"
+        )
     moments = np.zeros((3, len(geometry.layer_ids)))
     for number in sorted({row["shard"] for row in rows}):
         states, ids = map_states(folder / shard_name(number))

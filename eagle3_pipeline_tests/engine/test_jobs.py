@@ -197,7 +197,6 @@ def test_a_torn_journal_line_is_not_an_answer(tmp_path: Path) -> None:
     assert read_journal(tmp_path / "none") == {}
 
 
-@pytest.mark.xfail(strict=True, reason="engine/jobs.py continues a torn line, which no reader can parse afterwards")
 def test_a_job_after_a_torn_journal_line_does_not_continue_it(client: EngineClient, make_job: JobMaker) -> None:
     job = make_job()
     Path(job.journal).write_text('{"sequence_id": "s0", "tok')
@@ -205,7 +204,6 @@ def test_a_job_after_a_torn_journal_line_does_not_continue_it(client: EngineClie
     assert set(read_journal(Path(job.journal))) == set(PROMPTS)
 
 
-@pytest.mark.xfail(strict=True, reason="engine/jobs.py: a full disk below the journal is an EngineError without path")
 def test_a_full_disk_below_the_journal_is_told_as_such(
     client: EngineClient, make_job: JobMaker, small_volume: Path
 ) -> None:

@@ -158,9 +158,6 @@ def test_a_lock_file_of_any_content_can_be_leased(tmp_path: Path, content: str) 
         assert lease.gpus == (0,)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="engine/lease.py ends the whole session of a holder that does not lead it: a login shell, say"
-)
 def test_the_shell_of_a_killed_holder_is_left_alone(tmp_path: Path) -> None:
     shell_code = """
         import subprocess, sys
@@ -177,7 +174,6 @@ def test_the_shell_of_a_killed_holder_is_left_alone(tmp_path: Path) -> None:
         assert _sleeps(shell.process.pid)
 
 
-@pytest.mark.xfail(strict=True, reason="the worker of a killed run has a session of its own, which no lease records")
 def test_the_worker_of_a_killed_run_is_ended_by_the_next_holder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
