@@ -160,5 +160,32 @@ def engine_stop() -> None:
     EngineManager(project_home(), 0).stop_all(click.echo)
 
 
+@engine.command("reset")
+def engine_reset() -> None:
+    """Forget failed starts, so that engines that kept dying are tried again."""
+    from eagle3_pipeline.engine.breaker import reset_failures
+
+    folders = [path.parent for path in (project_home() / "engines").glob("*/failures.json")]
+    for folder in folders:
+        reset_failures(folder)
+    click.echo(f"{len(folders)} engines may be started again")
+
+
+@main.command()
+def status() -> None:
+    """Show who holds which device, and all engines."""
+    from eagle3_pipeline.engine.devices import count_gpus
+    from eagle3_pipeline.engine.lease import GpuPool
+
+    holders = GpuPool(project_home() / "devices", count_gpus()).holders()
+    rows = [
+        [slot, held["holder"] if held else "free", held.get("pid") if held else ""] for slot, held in holders.items()
+    ]
+    click.echo(tabulate(rows, ["device", "held by", "pid"]))
+    click.echo()
+    rows = _engine_rows(project_home() / "engines")
+    click.echo(tabulate(rows, ["engine", "phase", "pid", "jobs", "loads"]) if rows else "no engine ever ran here")
+
+
 if __name__ == "__main__":
     main()

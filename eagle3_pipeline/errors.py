@@ -33,6 +33,14 @@ class EngineError(Eagle3Error):
     """The verifier engine failed to start, died, or refused a request."""
 
 
+class EngineDiedError(EngineError):
+    """The engine's process ended while it worked."""
+
+
+class PreflightError(EngineError):
+    """A check found what would fail after the load."""
+
+
 class LeaseError(EngineError):
     """No GPU (or CPU slot) became free in time."""
 

@@ -7,25 +7,53 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+import psutil
+
 from eagle3_pipeline.errors import Eagle3Error
 
 EventHandler = Callable[[dict[str, Any]], None]
 _TERMINATION_GRACE_S = 20.0
+LEASE_RECORDS = "EAGLE3_LEASE_RECORDS"
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def process_started(pid: int) -> float | None:
+    """When a process started, in seconds since the epoch; `None` if there is none of this pid."""
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def session_record(holder: str) -> str:
+    """One line about this process and its session, from which a stranger can tell what is left of it."""
+    session = os.getsid(0)
+    record = {
+        "holder": holder,
+        "pid": os.getpid(),
+        "session": session,
+        "session_started": process_started(session),
+        "since": time.time(),
+    }
+    return json.dumps(record) + "\n"
 
 
 def claim_stdout() -> TextIO:
     """In a worker: returns the event stream and sends everything libraries print to standard error.
 
-    From here on the worker ends when the process that runs it does: a worker that outlived a killed run would use a
-    device whose lease is free.
+    From here on the worker ends when the process that runs it does, and it adds itself to the records of the devices
+    that were leased for it: a worker that outlived a killed run would use a device whose lease is free.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for path in filter(None, os.environ.get(LEASE_RECORDS, "").split(os.pathsep)):
+        with open(path, "a") as file:
+            file.write(session_record("a worker"))
     events = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     return events

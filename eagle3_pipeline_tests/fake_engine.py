@@ -6,7 +6,8 @@ the host starts:
 - `EAGLE3_FAKE_LOAD_S`: seconds of loading; default 0.
 - `EAGLE3_FAKE_DELAY_S`: seconds of an answer; default 0.
 - `EAGLE3_FAKE_FAIL`: `start` (loading raises), `write_error`, `disk_full` (the writer loses every sequence),
-  `short_capture` (one row is missing), `generate` (requests end without an answer). `FAIL:TEXT` fails only requests
+  `short_capture` (one row is missing), `generate` (requests end without an answer),
+  `garbage` (the smoke test finds sampling implausible). `FAIL:TEXT` fails only requests
   whose sequence id holds TEXT.
 - `EAGLE3_FAKE_LOG`: a file that gets one line per finished request and one per aborted request.
 """
@@ -94,6 +95,8 @@ class FakeBackend:
         self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any], capture: CaptureTarget | None
     ) -> Answer:
         """Answers; like vLLM, it returns before its writer thread is done."""
+        if request_id.startswith("smoke-"):
+            return self._smoke_answer(prompt_ids, sampling)
         try:
             await asyncio.sleep(self._delay_s)
         except asyncio.CancelledError:
@@ -123,6 +126,13 @@ class FakeBackend:
     def shutdown(self) -> None:
         """Waits for the writer."""
         self._writer.shutdown()
+
+    def _smoke_answer(self, prompt_ids: list[int], sampling: dict[str, Any]) -> Answer:
+        """Nine in ten sampled tokens are likely ones, or none is (`EAGLE3_FAKE_FAIL=garbage`)."""
+        tokens = answer_tokens(prompt_ids, sampling["max_tokens"], (), self._vocab_size)
+        hits = 0 if self._fail == "garbage" else round(0.9 * len(tokens))
+        masses = [0.9] * len(tokens)
+        return Answer(tokens, "length", top_masses=masses, top_hits=hits)
 
     def _fails(self, kind: str, name: str) -> bool:
         return self._fail == kind and self._fail_only in name

@@ -16,12 +16,16 @@ class Answer:
         finish_reason: stop or length.
         cumulative_logprob: sum of the sampled tokens' log-probabilities, if asked for.
         top_gaps: per token, the log-probability of the best minus the second best candidate, if asked for.
+        top_masses: per token, the probability that the candidates hold together, if asked for.
+        top_hits: sampled tokens that are among their position's candidates, if asked for.
     """
 
     token_ids: list[int]
     finish_reason: str
     cumulative_logprob: float | None = None
     top_gaps: list[float] | None = None
+    top_masses: list[float] | None = None
+    top_hits: int | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from eagle3_pipeline import errors
 from eagle3_pipeline.engine.jobs import GenerateJob
 from eagle3_pipeline.engine.state import EngineState
-from eagle3_pipeline.errors import Eagle3Error, EngineError
+from eagle3_pipeline.errors import Eagle3Error, EngineDiedError, EngineError
 from eagle3_pipeline.workers import log_tail
 
 EventHandler = Callable[[dict[str, Any]], None]
@@ -26,11 +26,13 @@ class EngineClient:
     Attributes:
         started: whether this client's `acquire` started the engine.
         waited_s: seconds from `acquire` to the connection: the start, or next to nothing.
+        may_sample: whether the engine's smoke test found sampling plausible.
     """
 
     def __init__(self, state: EngineState) -> None:
         self.started = False
         self.waited_s = 0.0
+        self.may_sample = True
         self._state = state
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -77,7 +79,7 @@ class EngineClient:
         raise self._died("it closed the connection")
 
     def _died(self, reason: str) -> EngineError:
-        return EngineError(
+        return EngineDiedError(
             f"the engine died while it worked ({reason}); the end of {self._state.log}:\n{log_tail(self._state.log)}"
         )
 

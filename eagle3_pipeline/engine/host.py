@@ -22,6 +22,7 @@ from typing import Any
 from eagle3_pipeline.engine.backend import Backend
 from eagle3_pipeline.engine.jobs import GenerateJob, run_job
 from eagle3_pipeline.engine.lease import GpuPool
+from eagle3_pipeline.engine.smoke import smoke_test
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.engine.state import EngineState
 from eagle3_pipeline.errors import Eagle3Error
@@ -45,6 +46,7 @@ class Host:
         self._stop = asyncio.Event()
         # Set by a request, acted on once its answer is sent.
         self._stopping = False
+        self._smoke: dict[str, Any] = {}
 
     async def serve(self) -> None:
         """Loads the model, then answers until the end."""
@@ -57,7 +59,7 @@ class Host:
         server = await asyncio.start_unix_server(self._client, str(self._state.socket), limit=_LINE_LIMIT)
         os.chmod(self._state.socket, 0o600)
         self._idle_since = time.monotonic()
-        self._state.update(phase="ready", load_s=load_s)
+        self._state.update(phase="ready", load_s=load_s, smoke=self._smoke)
         logger.info("ready after %.1f s: %s", load_s, self._spec.describe())
         async with server:
             await self._watch()
@@ -78,6 +80,7 @@ class Host:
         timer.start()
         try:
             await self._backend.start(self._spec)
+            self._smoke = await smoke_test(self._backend)
         finally:
             timer.cancel()
 
@@ -138,7 +141,8 @@ class Host:
     async def _answer(self, request: dict[str, Any], send: Any) -> dict[str, Any]:
         operation = request.pop("op", None)
         if operation == "info":
-            return {"pid": os.getpid(), "jobs": self._jobs, "clients": self._clients, "spec": self._spec.describe()}
+            facts = {"pid": os.getpid(), "jobs": self._jobs, "clients": self._clients, "spec": self._spec.describe()}
+            return facts | {"smoke": self._smoke}
         if operation == "counters":
             return await self._backend.counters()
         if operation == "generate":
@@ -177,7 +181,7 @@ def main() -> None:
     code = 1
     try:
         with pool.acquire(spec.num_gpus, f"engine {spec.describe()}", spec.lease_timeout_s, logger.info) as lease:
-            os.environ.update(lease.environment() if lease.gpus else {})
+            os.environ.update(lease.environment())
             state.update(phase="loading", gpus=list(lease.gpus))
             state.count_start(spec)
             try:

@@ -14,6 +14,7 @@ from typing import IO, Any
 import psutil
 
 from eagle3_pipeline.errors import LeaseError
+from eagle3_pipeline.workers import LEASE_RECORDS, process_started, session_record
 
 _POLL_S = 0.2
 _REAP_TIMEOUT_S = 30.0
@@ -21,13 +22,20 @@ _REAP_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Lease:
-    """Devices held by this process. `gpus` is empty for the CPU slot."""
+    """Devices held by this process.
+
+    Attributes:
+        gpus: indices; empty for the CPU slot.
+        records: lock files; each holds a line of the holder and one of each worker that uses the device for it.
+    """
 
     gpus: tuple[int, ...]
+    records: tuple[str, ...] = ()
 
     def environment(self) -> dict[str, str]:
-        """Variables that show a child process only the leased GPUs."""
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
+        """Variables that show a child process only the leased GPUs and let a worker add itself to the records."""
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))} if self.gpus else {}
+        return devices | {LEASE_RECORDS: os.pathsep.join(self.records)}
 
 
 class GpuPool:
@@ -63,12 +71,13 @@ class GpuPool:
         try:
             # If this fails, the records stay: the next holder looks for left-overs again.
             for file in files:
-                _end_session(_read_record(file))
+                for record in _read_records(file):
+                    _end_session(record)
             try:
                 for file in files:
                     _write_record(file, holder)
                 indices = tuple(int(Path(f.name).stem.split("-")[1]) for f in files)
-                yield Lease(indices if self._num_gpus else ())
+                yield Lease(indices if self._num_gpus else (), tuple(str(file.name) for file in files))
             finally:
                 for file in files:
                     file.truncate(0)
@@ -83,7 +92,7 @@ class GpuPool:
             found[slot] = None
             with contextlib.suppress(FileNotFoundError), (self._folder / f"{slot}.lock").open("r+") as file:
                 if not _try_lock(file):
-                    found[slot] = _read_record(file) or {"holder": "unknown"}
+                    found[slot] = next(iter(_read_records(file)), {"holder": "unknown"})
         return found
 
     def _wait(self, wanted: int, holder: str, timeout_s: float, on_wait: Callable[[str], None]) -> list[IO[str]]:
@@ -129,35 +138,22 @@ def _try_lock(file: IO[str]) -> bool:
     return True
 
 
-def _read_record(file: IO[str]) -> dict[str, Any]:
+def _read_records(file: IO[str]) -> list[dict[str, Any]]:
     file.seek(0)
-    try:
-        record = json.loads(file.read() or "{}")
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
+    records = []
+    for line in file:
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                records.append(record)
+    return records
 
 
 def _write_record(file: IO[str], holder: str) -> None:
-    session = os.getsid(0)
-    record = {
-        "holder": holder,
-        "pid": os.getpid(),
-        "session": session,
-        "session_started": _start_time(session),
-        "since": time.time(),
-    }
     file.seek(0)
     file.truncate()
-    file.write(json.dumps(record))
+    file.write(session_record(holder))
     file.flush()
-
-
-def _start_time(pid: int) -> float | None:
-    try:
-        return psutil.Process(pid).create_time()
-    except psutil.NoSuchProcess:
-        return None
 
 
 def _end_session(record: dict[str, Any]) -> None:
@@ -169,7 +165,7 @@ def _end_session(record: dict[str, Any]) -> None:
     session = record.get("session")
     if not session or session != record.get("pid") or session == os.getsid(0):
         return
-    leader_started = _start_time(session)
+    leader_started = process_started(session)
     if leader_started is not None and leader_started != record.get("session_started"):
         return
     deadline = time.monotonic() + _REAP_TIMEOUT_S

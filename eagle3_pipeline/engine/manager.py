@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from eagle3_pipeline.engine.breaker import read_failures, record_failure, reset_failures
 from eagle3_pipeline.engine.client import EngineClient
 from eagle3_pipeline.engine.lease import GpuPool, Lease
 from eagle3_pipeline.engine.spec import EngineSpec
@@ -51,12 +52,32 @@ class EngineManager:
             with contextlib.suppress(EngineError):
                 client = EngineClient(state)
                 # A host that is just dying still accepts connections; only one that answers is alive.
-                client.request("info")
+                client.may_sample = _may_sample(client)
                 log(f"reusing the engine {spec.describe()} (pid {state.read().get('pid')})")
                 return client
+            failures = read_failures(state.folder)
+            if failures.tripped:
+                raise EngineError(
+                    f"the engine {spec.describe()} is not started again, it failed before: {failures.last}\nChange the "
+                    "execution settings, or run eagle3 engine reset once the cause is gone"
+                )
             client = self._start(spec, state, log)
             client.started, client.waited_s = True, time.monotonic() - asked
+            client.may_sample = _may_sample(client)
             return client
+
+    def may_sample(self, spec: EngineSpec, log: Log) -> bool:
+        """Whether an engine of this spec samples plausibly, by its smoke test; starts one if none runs."""
+        with self.acquire(spec, log) as client:
+            return client.may_sample
+
+    def died(self, spec: EngineSpec, error: EngineError) -> None:
+        """Tells the circuit breaker that an engine died at work."""
+        record_failure(self.folder / spec.engine_id, str(error), deterministic=False)
+
+    def worked(self, spec: EngineSpec) -> None:
+        """Tells the circuit breaker that an engine finished a job."""
+        reset_failures(self.folder / spec.engine_id)
 
     def _start(self, spec: EngineSpec, state: EngineState, log: Log) -> EngineClient:
         state.prepare(spec)
@@ -92,10 +113,13 @@ class EngineManager:
                 log(f"the engine is ready after {time.monotonic() - started:.1f} s")
                 return EngineClient(state)
             if process.poll() is not None:
-                raise EngineError(
+                message = (
                     f"the engine {spec.describe()} did not start (exit code {process.returncode}); "
                     f"the end of {state.log}:\n{log_tail(state.log)}"
                 )
+                # A negative code is a signal: somebody killed it.
+                record_failure(state.folder, message, deterministic=process.returncode > 0)
+                raise EngineError(message)
             if phase == "waiting":
                 self.retire_idle(keep=spec.engine_id, log=log)
             if time.monotonic() >= next_report:
@@ -146,6 +170,10 @@ class EngineManager:
 
         with self.pool.acquire(count, holder, timeout_s, waiting) as lease:
             yield lease
+
+
+def _may_sample(client: EngineClient) -> bool:
+    return bool(client.request("info")["smoke"].get("may_sample"))
 
 
 def _wait_gone(state: EngineState, timeout_s: float = 60.0) -> None:

@@ -1,5 +1,6 @@
 """vLLM behind the host: one `AsyncLLM`, one capture connector."""
 
+import math
 import os
 from typing import Any
 
@@ -119,11 +120,17 @@ class VllmBackend:
         completion = last.outputs[0]
         if completion.finish_reason not in ("stop", "length"):
             raise EngineError(f"request {request_id} ended with {completion.finish_reason!r}")
+        tokens, k = list(completion.token_ids), sampling.get("logprobs")
+        if k is None:
+            return Answer(tokens, completion.finish_reason)
+        candidates = [_candidates(position, k) for position in completion.logprobs]
         return Answer(
-            list(completion.token_ids),
+            tokens,
             completion.finish_reason,
-            completion.cumulative_logprob if sampling.get("logprobs") is not None else None,
-            _top_gaps(completion.logprobs) if (sampling.get("logprobs") or 0) >= 2 else None,
+            completion.cumulative_logprob,
+            [_gap(list(found.values())) for found in candidates],
+            [sum(math.exp(value) for value in found.values()) for found in candidates],
+            sum(token in found for token, found in zip(tokens, candidates, strict=True)),
         )
 
     async def counters(self) -> dict[str, Any]:
@@ -148,9 +155,11 @@ class VllmBackend:
             self._engine.shutdown()
 
 
-def _top_gaps(logprobs: list[dict[int, Any]]) -> list[float]:
-    gaps = []
-    for candidates in logprobs:
-        best = sorted((c.logprob for c in candidates.values()), reverse=True)
-        gaps.append(best[0] - best[1] if len(best) > 1 else float("inf"))
-    return gaps
+def _candidates(position: dict[int, Any], k: int) -> dict[int, float]:
+    """Log-probabilities of the k most likely tokens; vLLM adds the sampled one if it is not among them."""
+    return {token: found.logprob for token, found in position.items() if found.rank <= k}
+
+
+def _gap(values: list[float]) -> float:
+    best = sorted(values, reverse=True)
+    return best[0] - best[1] if len(best) > 1 else math.inf

@@ -88,6 +88,6 @@ def run_training_worker(context: StageContext, job: dict[str, Any], identity: Id
 
     timeout = context.spec.resources.lease_timeout_s
     with context.engines.lease(1, f"{what} of {context.spec.name}", timeout, context.log) as lease:
-        environment = lease.environment() if lease.gpus else {}
+        where = f"{context.spec.name}: {what}"
         folder = context.scratch(identity)
-        return run_worker(WORKER, job, folder, on_event, TrainingError, f"{context.spec.name}: {what}", environment)
+        return run_worker(WORKER, job, folder, on_event, TrainingError, where, lease.environment())

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 from eagle3_pipeline.data.chat_template import ChatTemplate, load_tokenizer
 from eagle3_pipeline.engine.jobs import GenerateJob, read_journal
 from eagle3_pipeline.engine.spec import EngineSpec
+from eagle3_pipeline.errors import EngineDiedError
 from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.stages.progress import ProgressLog
 
@@ -73,7 +74,12 @@ def run_prompts(
         batch.batch_size,
     )
     with context.engines.acquire(engine, context.log) as client:
-        counts = client.generate(job, ProgressLog(context.log, batch.what))
+        try:
+            counts = client.generate(job, ProgressLog(context.log, batch.what))
+        except EngineDiedError as error:
+            context.engines.died(engine, error)
+            raise
+        context.engines.worked(engine)
     elapsed = max(counts["elapsed_s"], 1e-9)
     speed = {
         "engine_s": counts["elapsed_s"],

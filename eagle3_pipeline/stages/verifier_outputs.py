@@ -83,7 +83,10 @@ def materialise_outputs(
 
 
 def _one_pass(context: StageContext) -> bool:
-    """Whether to capture while generating: vLLM on CPU samples garbage from a capturing engine, greedy is right."""
+    """Whether to try to capture while generating.
+
+    vLLM on CPU samples garbage from a capturing engine, greedy is right; elsewhere the engine's smoke test decides.
+    """
     generation = context.spec.generation
     if generation.mode == "passthrough" or generation.one_pass == "never":
         return False
@@ -133,6 +136,13 @@ def _regenerate(
     prompts = [item for item in items if isinstance(item, Prompt)]
     rejected = [item for item in items if isinstance(item, RejectedTurn)]
     folder = context.scratch(identity)
+    if (
+        captured
+        and spec.temperature > 0
+        and not context.engines.may_sample(context.capturing_engine_spec(), context.log)
+    ):
+        context.log("this engine samples garbage while it captures: generating first, capturing in a second pass")
+        captured = None
     if captured:
         context.require_capture_space(captured, sum(len(p.input_ids) + spec.max_new_tokens for p in prompts))
     sampling = {

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from eagle3_pipeline.engine.breaker import reset_failures
 from eagle3_pipeline.engine.client import EngineClient
 from eagle3_pipeline.engine.jobs import read_journal
 from eagle3_pipeline.engine.manager import EngineManager
@@ -149,6 +150,7 @@ def test_a_failed_start_shows_the_end_of_the_log(manager: EngineManager, monkeyp
     assert "  | RuntimeError: the fake engine was told not to start" in str(caught.value)
     assert _state(manager, engine_spec()).read()["phase"] == "failed"
     monkeypatch.delenv("EAGLE3_FAKE_FAIL")
+    assert reset_failures(manager.folder / engine_spec().engine_id)
     with manager.acquire(engine_spec(), _quiet) as client:
         assert _pid(client)
 

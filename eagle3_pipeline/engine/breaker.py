@@ -1,0 +1,56 @@
+"""Circuit breaker: an engine spec that keeps dying fails at once instead of loading again."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from eagle3_pipeline.store import atomic
+
+_TRIPS_AT = 2
+_NAME = "failures.json"
+
+
+@dataclass(frozen=True)
+class Failures:
+    """What is known of an engine's deaths.
+
+    Attributes:
+        count: consecutive deaths; a start that the engine itself gave up counts as enough, since it would again.
+        last: the last one's message.
+    """
+
+    count: int = 0
+    last: str = ""
+
+    @property
+    def tripped(self) -> bool:
+        """Whether further requests fail at once."""
+        return self.count >= _TRIPS_AT
+
+
+def read_failures(folder: Path) -> Failures:
+    """The record in an engine's state folder."""
+    try:
+        return Failures(**json.loads((folder / _NAME).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return Failures()
+
+
+def record_failure(folder: Path, message: str, deterministic: bool) -> None:
+    """Counts a death.
+
+    Args:
+        folder: the engine's state folder.
+        message: shown to whoever asks next.
+        deterministic: the engine exited by itself while starting; a signal or a crash at work is not.
+    """
+    count = _TRIPS_AT if deterministic else read_failures(folder).count + 1
+    atomic.write_json(folder / _NAME, asdict(Failures(count, message)))
+
+
+def reset_failures(folder: Path) -> bool:
+    """Forgets the deaths; says whether there were any."""
+    path = folder / _NAME
+    existed = path.exists()
+    path.unlink(missing_ok=True)
+    return existed

@@ -1,0 +1,97 @@
+"""An engine that keeps failing fails fast; an engine that samples garbage is found out."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from eagle3_pipeline.engine.breaker import read_failures, record_failure, reset_failures
+from eagle3_pipeline.engine.manager import EngineManager
+from eagle3_pipeline.engine.smoke import judge_sampling
+from eagle3_pipeline.engine.state import EngineState
+from eagle3_pipeline.errors import EngineError
+from eagle3_pipeline_tests.engine.conftest import engine_spec
+
+
+def test_a_start_that_failed_by_itself_fails_the_next_request_at_once(
+    manager: EngineManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE3_FAKE_FAIL", "start")
+    with pytest.raises(EngineError, match="the fake engine was told not to start"):
+        manager.acquire(engine_spec(), print)
+    started = time.monotonic()
+    with pytest.raises(EngineError, match="the fake engine was told not to start") as caught:
+        manager.acquire(engine_spec(), print)
+    assert time.monotonic() - started < 1
+    assert "eagle3 engine reset" in str(caught.value)
+    assert len(manager.starts()) == 1
+
+
+def test_other_execution_settings_are_another_engine(manager: EngineManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE3_FAKE_FAIL", "start")
+    with pytest.raises(EngineError):
+        manager.acquire(engine_spec(), print)
+    monkeypatch.delenv("EAGLE3_FAKE_FAIL")
+    with manager.acquire(engine_spec(max_num_seqs=3), print) as client:
+        assert client.started
+
+
+def test_a_reset_tries_again(manager: EngineManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE3_FAKE_FAIL", "start")
+    with pytest.raises(EngineError):
+        manager.acquire(engine_spec(), print)
+    monkeypatch.delenv("EAGLE3_FAKE_FAIL")
+    assert reset_failures(manager.folder / engine_spec().engine_id)
+    with manager.acquire(engine_spec(), print) as client:
+        assert client.started
+
+
+def test_a_killed_start_may_be_tried_again(manager: EngineManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE3_FAKE_LOAD_S", "20")
+    monkeypatch.setattr("eagle3_pipeline.engine.manager._REPORT_EVERY_S", 0.3)
+
+    def kill(line: str) -> None:
+        if "loading" in line:
+            os.kill(EngineState(manager.folder / engine_spec().engine_id).read()["pid"], signal.SIGKILL)
+
+    with pytest.raises(EngineError, match="exit code -9"):
+        manager.acquire(engine_spec(), kill)
+    monkeypatch.setenv("EAGLE3_FAKE_LOAD_S", "0")
+    with manager.acquire(engine_spec(), print) as client:
+        assert client.started
+
+
+def test_two_deaths_at_work_trip_and_a_finished_job_forgives(tmp_path: Path) -> None:
+    record_failure(tmp_path, "first", deterministic=False)
+    assert not read_failures(tmp_path).tripped
+    record_failure(tmp_path, "second", deterministic=False)
+    assert read_failures(tmp_path).tripped
+    assert read_failures(tmp_path).last == "second"
+    assert reset_failures(tmp_path)
+    assert not read_failures(tmp_path).tripped
+    assert not reset_failures(tmp_path)
+
+
+def test_the_smoke_test_decides_about_sampling(manager: EngineManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert manager.may_sample(engine_spec(), print)
+    manager.stop_all(print)
+    monkeypatch.setenv("EAGLE3_FAKE_FAIL", "garbage")
+    assert not manager.may_sample(engine_spec(), print)
+
+
+@pytest.mark.parametrize(
+    ("hits", "masses", "plausible"),
+    [
+        # A confident model: 48 positions of mass 0.95 give 45.6 hits, deviation 1.5; the limit is 45.6 - 6.0 - 1.
+        (46, [0.95] * 48, True),
+        (39, [0.95] * 48, True),
+        (38, [0.95] * 48, False),
+        (2, [0.95] * 48, False),
+        # A model that knows nothing, 20 of 320 tokens: 3 hits expected, deviation 1.7; nothing can be told apart.
+        (0, [20 / 320] * 48, True),
+    ],
+)
+def test_hits_are_compared_with_the_mass_of_the_likely_tokens(hits: int, masses: list[float], plausible: bool) -> None:
+    assert judge_sampling(hits, masses).may_sample is plausible
