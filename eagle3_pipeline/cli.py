@@ -130,6 +130,18 @@ def verify(pipeline: str) -> None:
     sys.exit(1 if damaged else 0)
 
 
+@main.command()
+@_pipeline_argument
+def preflight(pipeline: str) -> None:
+    """Check model, template, GPUs, memory and disk before anything is loaded; exits 1 if a line fails."""
+    from eagle3_pipeline.stages.preflight import preflight as run_checks
+
+    checks = run_checks(StageContext(find_pipeline(pipeline)), offline=True)
+    for check in checks:
+        click.secho(check.line(), fg=None if check.passed else "red")
+    sys.exit(0 if all(check.passed for check in checks) else 1)
+
+
 @main.group()
 def engine() -> None:
     """See and stop resident engines."""

@@ -30,6 +30,7 @@ class Verifier:
         vocab_size: V.
         max_positions: longest sequence in tokens.
         weight_bytes: bytes of all weight files.
+        kv_bytes_per_token: bytes of a token in the attention cache of all layers, at 2 bytes a value.
         architecture: class name from the config.
     """
 
@@ -40,6 +41,7 @@ class Verifier:
     vocab_size: int
     max_positions: int
     weight_bytes: int
+    kv_bytes_per_token: int
     architecture: str
 
     def geometry(self, capture: CaptureSpec) -> Geometry:
@@ -62,13 +64,17 @@ class Verifier:
         return asdict(self)
 
 
-def resolve_verifier(spec: VerifierSpec) -> Verifier:
+def resolve_verifier(spec: VerifierSpec, offline: bool = False) -> Verifier:
     """Finds the verifier's folder, checks that it is whole, reads its config.
+
+    Args:
+        spec: where it lies.
+        offline: do not fetch a Hugging Face id that is not on this machine yet.
 
     Raises:
         ConfigError: the folder or a file of it is missing or unreadable.
     """
-    return _inspect(_locate(spec))
+    return _inspect(_locate(spec, offline))
 
 
 def is_local(spec: VerifierSpec) -> bool:
@@ -77,7 +83,7 @@ def is_local(spec: VerifierSpec) -> bool:
     return path.is_dir() or path.is_absolute() or spec.model.startswith((".", "~", "${"))
 
 
-def _locate(spec: VerifierSpec) -> Path:
+def _locate(spec: VerifierSpec, offline: bool) -> Path:
     path = Path(expand(spec.model)).expanduser()
     if is_local(spec):
         if not path.is_dir():
@@ -86,8 +92,12 @@ def _locate(spec: VerifierSpec) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(spec.model, revision=spec.revision))
+        return Path(snapshot_download(spec.model, revision=spec.revision, local_files_only=offline))
     except Exception as error:  # the hub client raises many types; all mean that the model cannot be had
+        if offline:
+            raise ConfigError(
+                f"verifier.model: {spec.model!r} is not in this machine's Hugging Face cache; the first run fetches it"
+            ) from error
         raise ConfigError(f"verifier.model: cannot get {spec.model!r} from the Hugging Face hub: {error}") from error
 
 
@@ -107,8 +117,20 @@ def _inspect(folder: Path) -> Verifier:
         vocab_size=text["vocab_size"],
         max_positions=text.get("max_position_embeddings", 0),
         weight_bytes=sum(path.stat().st_size for path in weights),
+        kv_bytes_per_token=_kv_bytes_per_token(text),
         architecture=(config.get("architectures") or ["unknown"])[0],
     )
+
+
+def _kv_bytes_per_token(config: dict[str, Any]) -> int:
+    if config.get("kv_lora_rank"):
+        # Multi-head latent attention caches one compressed vector and the rotary part of the key.
+        values = config["kv_lora_rank"] + config.get("qk_rope_head_dim", 0)
+    else:
+        heads = config.get("num_attention_heads") or 1
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        values = 2 * (config.get("num_key_value_heads") or heads) * head_dim
+    return 2 * values * config["num_hidden_layers"]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

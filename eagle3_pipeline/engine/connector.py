@@ -16,6 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 
 from eagle3_pipeline.store.shards import ShardAppender
 
+# Bytes of captured states that wait for the disk in pinned memory.
+_MOST_IN_FLIGHT = 4 * 2**30
+
 
 class _CopyDone:
     """Stands in for a CUDA event where copies are synchronous."""
@@ -37,8 +40,12 @@ class ShardConnector(ExampleHiddenStatesConnector):
         self._max_shard_bytes = self._kv_transfer_config.get_from_extra_config("max_shard_bytes", 0)
         self._appenders: dict[str, ShardAppender] = {}
         self._appenders_lock = threading.Lock()
+        self._bytes_in_flight = 0
+        self._freed = threading.Condition()
 
     def _submit_async_write(self, pending: Any) -> None:
+        if self._is_tp_rank_zero:
+            self._reserve(pending.token_ids.shape[0] * self._row_bytes)
         if self._kv_cache.device.type != "cpu":
             super()._submit_async_write(pending)
         elif self._is_tp_rank_zero:
@@ -55,10 +62,24 @@ class ShardConnector(ExampleHiddenStatesConnector):
         self._executor.submit(self._write_tensors, tensors, event, pending.filename, None)
 
     def _write_tensors(self, tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: int | None) -> None:
-        event.synchronize()
-        states = tensors["hidden_states"].to(torch.bfloat16).contiguous()
-        path = Path(filename)
-        self._appender(path.parent).append(path.name, memoryview(states.view(torch.int16).numpy()))
+        num_bytes = tensors["token_ids"].shape[0] * self._row_bytes
+        try:
+            event.synchronize()
+            states = tensors["hidden_states"].to(torch.bfloat16).contiguous()
+            path = Path(filename)
+            self._appender(path.parent).append(path.name, memoryview(states.view(torch.int16).numpy()))
+        finally:
+            with self._freed:
+                self._bytes_in_flight -= num_bytes
+                self._freed.notify_all()
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Stops the engine's step while the disk is further behind than the host's memory should hold."""
+        with self._freed:
+            self._freed.wait_for(
+                lambda: not self._bytes_in_flight or self._bytes_in_flight + num_bytes <= _MOST_IN_FLIGHT
+            )
+            self._bytes_in_flight += num_bytes
 
     def _appender(self, folder: Path) -> ShardAppender:
         with self._appenders_lock:

@@ -38,8 +38,13 @@ class EngineManager:
         self.num_gpus = num_gpus
         self.pool = GpuPool(self._pool_folder, num_gpus)
 
-    def acquire(self, spec: EngineSpec, log: Log) -> EngineClient:
+    def acquire(self, spec: EngineSpec, log: Log, before_start: Callable[[], None] | None = None) -> EngineClient:
         """A connection to an engine of this spec; starts one if none runs.
+
+        Args:
+            spec: which engine.
+            log: takes progress lines.
+            before_start: called before a new engine is started; raises if that cannot succeed.
 
         Raises:
             EngineError: it does not start; the message holds its log's tail.
@@ -61,15 +66,12 @@ class EngineManager:
                     f"the engine {spec.describe()} is not started again, it failed before: {failures.last}\nChange the "
                     "execution settings, or run eagle3 engine reset once the cause is gone"
                 )
+            if before_start:
+                before_start()
             client = self._start(spec, state, log)
             client.started, client.waited_s = True, time.monotonic() - asked
             client.may_sample = _may_sample(client)
             return client
-
-    def may_sample(self, spec: EngineSpec, log: Log) -> bool:
-        """Whether an engine of this spec samples plausibly, by its smoke test; starts one if none runs."""
-        with self.acquire(spec, log) as client:
-            return client.may_sample
 
     def died(self, spec: EngineSpec, error: EngineError) -> None:
         """Tells the circuit breaker that an engine died at work."""

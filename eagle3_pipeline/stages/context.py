@@ -83,6 +83,12 @@ class StageContext:
         """The verifier on this machine."""
         return resolve_verifier(self.spec.verifier)
 
+    def find_verifier(self, offline: bool) -> Verifier:
+        """The verifier; `offline`: only if it need not be fetched."""
+        if offline:
+            self.__dict__["verifier"] = resolve_verifier(self.spec.verifier, offline=True)
+        return self.verifier
+
     def engine_spec(self, **changes: Any) -> EngineSpec:
         """The engine that this pipeline's resources describe, without capture and draft unless `changes` add them."""
         resources, verifier = self.spec.resources, self.verifier

@@ -15,6 +15,7 @@ from eagle3_pipeline.stages import baseline as baseline_stage
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
 from eagle3_pipeline.stages.draft_checkpoint import run_training_worker, worker_job
+from eagle3_pipeline.stages.engines import open_engine
 from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
 from eagle3_pipeline.store.fingerprint import rows_content_id
 from eagle3_pipeline.store.objects import Artifact, ArtifactWriter
@@ -113,7 +114,7 @@ def _serve(context: StageContext, identity: Identity, checkpoint: Artifact) -> t
     sampling = baseline_stage.greedy_sampling(context)
     served = []
     # One connection all along: the engine must not retire between two categories.
-    with context.engines.acquire(engine, context.log) as client:
+    with open_engine(context, engine) as client:
         for category, rows in baseline_stage.prompt_rows(context).items():
             folder = context.scratch(identity) / category
             # An interrupted measurement is repeated: counters and times of a part cannot be joined.

@@ -12,6 +12,7 @@ from eagle3_pipeline.engine.jobs import GenerateJob, read_journal
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import EngineDiedError
 from eagle3_pipeline.stages.context import StageContext
+from eagle3_pipeline.stages.engines import open_engine
 from eagle3_pipeline.stages.progress import ProgressLog
 
 JOURNAL = "journal.jsonl"
@@ -73,7 +74,7 @@ def run_prompts(
         batch.include_output,
         batch.batch_size,
     )
-    with context.engines.acquire(engine, context.log) as client:
+    with open_engine(context, engine) as client:
         try:
             counts = client.generate(job, ProgressLog(context.log, batch.what))
         except EngineDiedError as error:

@@ -32,6 +32,7 @@ from eagle3_pipeline.stages import dataset as dataset_stage
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.capture import captured_tokens, complete_records, prefill, seal_capture
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
+from eagle3_pipeline.stages.engines import open_engine
 from eagle3_pipeline.stages.prompting import PromptBatch, chat_template, run_prompts
 from eagle3_pipeline.store.fingerprint import digest, rows_content_id, token_lists_id
 from eagle3_pipeline.store.objects import Artifact, ArtifactWriter
@@ -136,13 +137,12 @@ def _regenerate(
     prompts = [item for item in items if isinstance(item, Prompt)]
     rejected = [item for item in items if isinstance(item, RejectedTurn)]
     folder = context.scratch(identity)
-    if (
-        captured
-        and spec.temperature > 0
-        and not context.engines.may_sample(context.capturing_engine_spec(), context.log)
-    ):
-        context.log("this engine samples garbage while it captures: generating first, capturing in a second pass")
-        captured = None
+    if captured and spec.temperature > 0:
+        with open_engine(context, context.capturing_engine_spec()) as client:
+            may_sample = client.may_sample
+        if not may_sample:
+            context.log("this engine samples garbage while it captures: generating first, capturing in a second pass")
+            captured = None
     if captured:
         context.require_capture_space(captured, sum(len(p.input_ids) + spec.max_new_tokens for p in prompts))
     sampling = {

@@ -75,10 +75,12 @@ def test_two_deaths_at_work_trip_and_a_finished_job_forgives(tmp_path: Path) -> 
 
 
 def test_the_smoke_test_decides_about_sampling(manager: EngineManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert manager.may_sample(engine_spec(), print)
+    with manager.acquire(engine_spec(), print) as client:
+        assert client.may_sample
     manager.stop_all(print)
     monkeypatch.setenv("EAGLE3_FAKE_FAIL", "garbage")
-    assert not manager.may_sample(engine_spec(), print)
+    with manager.acquire(engine_spec(), print) as client:
+        assert not client.may_sample
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""Preflight of a pipeline: model, template, devices, memory, disk. Starts nothing, imports neither torch nor vLLM."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from eagle3_pipeline.config import PipelineSpec
+from eagle3_pipeline.data.verifier import Verifier
+from eagle3_pipeline.engine.devices import gpu_memory
+from eagle3_pipeline.engine.preflight import Check, check_disk, check_gpus, check_writable
+from eagle3_pipeline.errors import ConfigError
+from eagle3_pipeline.stages.context import StageContext
+from eagle3_pipeline.stages.engines import engine_checks
+from eagle3_pipeline.stages.prompting import chat_template
+from eagle3_pipeline.store.shards import Geometry
+
+Found = TypeVar("Found")
+
+
+def preflight(context: StageContext, offline: bool = False) -> list[Check]:
+    """All checks of a pipeline.
+
+    Args:
+        context: the pipeline.
+        offline: look for the verifier on this machine only, do not fetch it.
+    """
+    spec = context.spec
+    verifier, checks = _attempt("verifier files", "whole", lambda: context.find_verifier(offline))
+    if verifier:
+        geometry, layers = _attempt("layer ids", "in range", lambda: verifier.geometry(spec.capture))
+        checks += layers + _attempt("chat template", "renders", lambda: _render(context))[1]
+        checks.append(_check_positions(spec, verifier))
+        engine = context.capturing_engine_spec() if geometry else context.engine_spec()
+        checks += engine_checks(context, engine, verifier)
+        num_tokens = spec.dataset.samples_per_chunk * spec.generation.max_sequence_tokens
+        what = f"the hidden states of a chunk of {spec.dataset.samples_per_chunk:,} longest sequences"
+        checks.append(check_disk(context.store.root, num_tokens * engine.row_bytes, what))
+    else:
+        wanted = spec.resources.tensor_parallel_size if spec.resources.num_gpus != 0 else 0
+        checks += check_gpus(wanted, gpu_memory(), spec.resources.gpu_memory_utilization) if wanted else []
+    checks.append(check_writable(context.engines.folder))
+    return checks
+
+
+def _attempt(what: str, needed: str, action: Callable[[], Found]) -> tuple[Found | None, list[Check]]:
+    try:
+        found = action()
+    except ConfigError as error:
+        return None, [Check(what, False, str(error), needed)]
+    return found, [Check(what, True, _brief(found), needed)]
+
+
+def _brief(found: object) -> str:
+    if isinstance(found, Verifier):
+        return found.path
+    return str(list(found.layer_ids)) if isinstance(found, Geometry) else str(found)
+
+
+def _render(context: StageContext) -> str:
+    template = chat_template(context)
+    ids = template.encode(template.render([{"role": "user", "content": "Hello"}], generation_prompt=True))
+    return f"a prompt of {len(ids)} tokens"
+
+
+def _check_positions(spec: PipelineSpec, verifier: Verifier) -> Check:
+    longest, limit = spec.generation.max_sequence_tokens, verifier.max_positions
+    advice = "lower generation.max_sequence_tokens"
+    return Check("positions of the verifier", not limit or limit >= longest, f"{limit:,}", f"{longest:,}", advice)

@@ -1,0 +1,162 @@
+"""Preflight: each line says what, found, needed, what to do; a load that cannot succeed is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle3_pipeline.config import PipelineSpec
+from eagle3_pipeline.data.verifier import resolve_verifier
+from eagle3_pipeline.engine.devices import GpuMemory
+from eagle3_pipeline.engine.preflight import GIB, check_cpu_memory, check_disk, check_gpu_fit, check_gpus
+from eagle3_pipeline.engine.spec import EngineSpec
+from eagle3_pipeline.errors import PreflightError
+from eagle3_pipeline.stages.context import StageContext
+from eagle3_pipeline.stages.engines import open_engine
+from eagle3_pipeline.stages.preflight import preflight
+from eagle3_pipeline_tests.tiny_model import make_tiny_llama
+
+H200 = GpuMemory(141 * GIB, 140 * GIB)
+
+
+def engine(**changes: object) -> EngineSpec:
+    fields: dict = {
+        "model_path": "m",
+        "model_id": "m",
+        "dtype": "auto",
+        "trust_remote_code": False,
+        "max_model_len": 8192,
+    }
+    return EngineSpec(**{**fields, "num_gpus": 8, "gpu_memory_utilization": 0.85, **changes})
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> StageContext:
+    make_tiny_llama(tmp_path / "tiny")
+    spec = PipelineSpec.model_validate(
+        {
+            "name": "p",
+            "verifier": {"model": str(tmp_path / "tiny")},
+            "dataset": {"path": "none", "samples_per_chunk": 10},
+            "generation": {"max_new_tokens": 8, "max_sequence_tokens": 64},
+            "resources": {"num_gpus": 0},
+        }
+    )
+    return StageContext(spec, log=lambda _line: None, home=tmp_path / "home")
+
+
+def test_a_machine_that_fits_passes_every_line(context: StageContext) -> None:
+    assert [check.line() for check in preflight(context) if not check.passed] == []
+
+
+def test_missing_gpus_are_counted() -> None:
+    (check,) = check_gpus(8, [], 0.85)
+    assert not check.passed
+    assert check.line().startswith("FAIL  GPUs: found 0, needed 8: lower resources.tensor_parallel_size")
+    assert [c.passed for c in check_gpus(2, [H200, H200, H200], 0.85)] == [True, True, True]
+
+
+def test_memory_that_somebody_else_holds_is_named_by_gpu() -> None:
+    busy = GpuMemory(141 * GIB, 100 * GIB)
+    lines = [check.line() for check in check_gpus(2, [H200, busy], 0.85) if not check.passed]
+    # 0.85 x 141 GiB = 119.85 GiB are needed.
+    assert len(lines) == 1
+    assert "free memory of GPU 1: found 100.0 GiB, needed 119.8 GiB" in lines[0]
+
+
+def test_kimi_fits_eight_h200_and_not_four() -> None:
+    """547 GB / 8 = 63.7 GiB of weights a GPU; 120 GiB for vLLM; four GPUs would need 127.4 GiB each."""
+    spec = engine(layer_ids=(2, 30, 58, 61), hidden_size=7168)
+    kv = 2 * (512 + 64) * 61
+    assert check_gpu_fit(spec, 547 * 10**9, kv, [H200] * 8).passed
+    four = check_gpu_fit(engine(num_gpus=4), 547 * 10**9, kv, [H200] * 4)
+    assert not four.passed
+    assert "weights 127.4 GiB" in four.needed
+
+
+def test_the_capture_cache_counts() -> None:
+    """57,344 bytes a token and 8,192 tokens are 0.44 GiB; at 2,000,000 tokens they are 106.8 GiB."""
+    small = engine(layer_ids=(2, 30, 58, 61), hidden_size=7168)
+    assert "caches of one sequence of 8,192 tokens 0.4 GiB" in check_gpu_fit(small, 0, 0, [H200]).needed
+    long = engine(layer_ids=(2, 30, 58, 61), hidden_size=7168, max_model_len=2_000_000)
+    assert "106.8 GiB" in check_gpu_fit(long, 0, 0, [H200]).needed
+    assert not check_gpu_fit(long, 547 * 10**9, 0, [H200] * 8).passed
+
+
+def test_a_disk_that_is_too_small_says_how_much(tmp_path: Path) -> None:
+    check = check_disk(tmp_path, 10**18, "states")
+    assert not check.passed
+    assert "needed 931,322,574.6 GiB" in check.line()
+
+
+def test_a_wrong_template_and_wrong_layers_are_lines(context: StageContext, tmp_path: Path) -> None:
+    spec = context.spec.model_copy(
+        update={
+            "capture": context.spec.capture.model_copy(update={"aux_layer_ids": [1, 2, 99]}),
+            "verifier": context.spec.verifier.model_copy(update={"stop_tokens": ["<|nonsense|>"]}),
+        }
+    )
+    failed = [c.line() for c in _until_error(StageContext(spec, home=tmp_path / "home"))]
+    assert any("aux_layer_ids" in line and "99" in line for line in failed)
+    assert any("nonsense" in line for line in failed)
+
+
+def _until_error(context: StageContext) -> list:
+    return [check for check in preflight(context) if not check.passed]
+
+
+def test_no_engine_starts_without_memory(context: StageContext) -> None:
+    spec = context.engine_spec(cpu_kvcache_gib=10_000_000.0)
+    with pytest.raises(PreflightError, match="needed 10,000,002"):
+        open_engine(context, spec)
+    assert context.engines.starts() == []
+
+
+def test_a_float32_engine_needs_twice_the_bytes() -> None:
+    weights = 100 * GIB
+    half = check_cpu_memory(engine(num_gpus=0, dtype="bfloat16", cpu_kvcache_gib=1.0), weights)
+    full = check_cpu_memory(engine(num_gpus=0, dtype="float32", cpu_kvcache_gib=1.0), weights)
+    assert (half.needed, full.needed) == ("103.0 GiB", "203.0 GiB")
+
+
+def test_kv_bytes_of_attention_and_of_latent_attention(tmp_path: Path) -> None:
+    verifier = resolve_verifier_of(make_tiny_llama(tmp_path / "a"))
+    # 8 layers x (1 key head + 1 value head) x 64 x 2 bytes.
+    assert verifier.kv_bytes_per_token == 8 * 2 * 64 * 2
+    config = json.loads((tmp_path / "a" / "config.json").read_text()) | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    assert resolve_verifier_of(tmp_path / "a").kv_bytes_per_token == 8 * (512 + 64) * 2
+
+
+def resolve_verifier_of(folder: Path):
+    return resolve_verifier(
+        PipelineSpec.model_validate(
+            {
+                "name": "p",
+                "verifier": {"model": str(folder)},
+                "dataset": {"path": "x"},
+                "training": {"batch_tokens": 8192},
+            }
+        ).verifier
+    )
+
+
+def test_the_command_prints_every_line_fails_and_imports_no_vllm(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom eagle3_pipeline.cli import main\n"
+        "try:\n    main(['preflight', 'kimi_k25'])\nexcept SystemExit as end:\n    code = end.code\n"
+        "print([m for m in ('vllm', 'torch') if m in sys.modules], code)\n"
+    )
+    environment = {
+        "EAGLE3_HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path),
+        "PATH": "/usr/bin:/bin",
+    }
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    lines = done.stdout.splitlines()
+    assert sum(line.startswith("FAIL") for line in lines) == 2, done.stdout + done.stderr
+    assert "GPUs: found 0, needed 8" in done.stdout
+    assert lines[-1] == "[] 1"
