@@ -109,6 +109,9 @@ class CaptureSpec(Section):
     aux_layer_ids: list[int] | None = semantic(None, "inputs of these layers (vLLM's ids); null: [2, n//2, n-3]")
     dtype: Literal["bfloat16"] = semantic("bfloat16", "storage type of hidden states")
     max_shard_bytes: int = execution(4 * 2**30, "largest shard file; a longer single sequence gets its own", ge=2**16)
+    min_next_token_agreement: float = execution(
+        0.99, "smallest share of rows whose last-layer state names the next greedy token; 0: unchecked", ge=0, le=1
+    )
     min_layer_variance: float = execution(1e-8, "a layer whose variance over a chunk is lower is rejected", ge=0)
 
 

@@ -6,11 +6,22 @@ from pathlib import Path
 
 import numpy as np
 
+from eagle3_pipeline.data.verifier_head import load_head
 from eagle3_pipeline.errors import CaptureError
 from eagle3_pipeline.stages.context import Identity, StageContext
 from eagle3_pipeline.stages.fidelity import check_states
+from eagle3_pipeline.stages.next_token import check_greedy, check_sampled, spread_rows
 from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
-from eagle3_pipeline.store.shards import LAYER_CONVENTION, ShardRecord, intact_records, seal_shards
+from eagle3_pipeline.store.shards import (
+    LAYER_CONVENTION,
+    ShardRecord,
+    bf16_to_float32,
+    intact_records,
+    map_states,
+    read_index,
+    seal_shards,
+    shard_name,
+)
 
 Tokens = dict[str, np.ndarray]
 
@@ -66,3 +77,42 @@ def seal_capture(
     }
     index = seal_shards(folder, [records[i] for i in tokens], tokens, geometry, metadata)
     return check_states(folder, index, tokens, geometry, context.spec.capture.min_layer_variance, where)
+
+
+def check_answers(context: StageContext, where: str, folder: Path, rows: list[dict]) -> dict[str, float]:
+    """Checks last-layer states against the answers that the verifier gave itself, where it did.
+
+    Args:
+        context: the pipeline.
+        where: named in errors.
+        folder: sealed shards.
+        rows: sequence_id, input_ids, loss_mask of each sequence.
+
+    Raises:
+        CaptureError: the states do not predict the answers.
+    """
+    generation, minimum = context.spec.generation, context.spec.capture.min_next_token_agreement
+    if not minimum or generation.mode == "passthrough":
+        return {}
+    head = load_head(context.verifier.path)
+    if head is None:
+        context.log(f"{where}: this verifier's output layer is not a plain one; next tokens are not checked")
+        return {}
+    states, tokens = answer_states(folder, rows)
+    if generation.temperature == 0:
+        return check_greedy(head, states, tokens, minimum, where)
+    return check_sampled(head, states, tokens, where)
+
+
+def answer_states(folder: Path, rows: list[dict]) -> tuple[np.ndarray, np.ndarray]:
+    """Last-layer states [R, H] that predict supervised tokens, and those tokens [R]; R rows evenly over the chunk."""
+    known = [(row, j) for row in rows for j in range(len(row["input_ids"]) - 1) if row["loss_mask"][j + 1]]
+    index = {row["sequence_id"]: row for row in read_index(folder).to_pylist()}
+    shards = {number: map_states(folder / shard_name(number))[0] for number in {r["shard"] for r in index.values()}}
+    states, tokens = [], []
+    for position in spread_rows(len(known)):
+        row, j = known[position]
+        place = index[row["sequence_id"]]
+        states.append(shards[place["shard"]][place["row_start"] + j, -1])
+        tokens.append(row["input_ids"][j + 1])
+    return bf16_to_float32(np.stack(states)), np.asarray(tokens)

@@ -30,7 +30,7 @@ from eagle3_pipeline.data.sequences import (
 from eagle3_pipeline.errors import DataError
 from eagle3_pipeline.stages import dataset as dataset_stage
 from eagle3_pipeline.stages import identity as ids
-from eagle3_pipeline.stages.capture import captured_tokens, complete_records, prefill, seal_capture
+from eagle3_pipeline.stages.capture import captured_tokens, check_answers, complete_records, prefill, seal_capture
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
 from eagle3_pipeline.stages.engines import open_engine
 from eagle3_pipeline.stages.prompting import PromptBatch, chat_template, run_prompts
@@ -219,7 +219,7 @@ def _capture(
 ) -> Produced:
     """Takes the shards of the generating pass if they are complete, else prefills the stored sequences."""
     where = f"{context.spec.name}: chunk {chunk}"
-    rows = pq.read_table(sequences.path(SEQUENCES), columns=["sequence_id", "input_ids"]).to_pylist()
+    rows = pq.read_table(sequences.path(SEQUENCES), columns=["sequence_id", "input_ids", "loss_mask"]).to_pylist()
     tokens = captured_tokens(rows)
     records = complete_records(context, captured, tokens) if captured else None
     one_pass = records is not None
@@ -231,6 +231,7 @@ def _capture(
         speed = prefill(context, f"capturing chunk {chunk}", tokens, identity, writer.folder)
         records = intact_records(writer.folder, context.verifier.geometry(context.spec.capture))
     statistics = seal_capture(context, where, writer.folder, tokens, records, identity.fingerprint)
+    statistics |= check_answers(context, where, writer.folder, rows)
     metrics = {
         "num_sequences": len(tokens),
         "num_tokens": sum(map(len, tokens.values())),

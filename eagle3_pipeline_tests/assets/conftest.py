@@ -26,6 +26,8 @@ BASE: dict[str, dict[str, Any]] = {
     "verifier": {"model": "${EAGLE3_HOME}/tiny"},
     "dataset": {"path": "${EAGLE3_HOME}/data/*.jsonl", "samples_per_chunk": 4},
     "generation": {"max_new_tokens": 6, "max_sequence_tokens": 96},
+    # The fake engine's states are not those of any model.
+    "capture": {"min_next_token_agreement": 0.0},
     "vocab": {"draft_vocab_size": 64, "min_coverage": 0.1},
     "training": {"batch_tokens": 96},
     "resources": {"num_gpus": 0},

@@ -1,0 +1,117 @@
+"""The next-token check, on a real tiny model: right states pass, each corruption is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eagle3_pipeline.data.verifier_head import VerifierHead, load_head
+from eagle3_pipeline.errors import CaptureError
+from eagle3_pipeline.stages.next_token import check_greedy, check_sampled, spread_rows
+from eagle3_pipeline_tests.state_parity import reference_states
+from eagle3_pipeline_tests.tiny_model import VOCAB_SIZE, make_tiny_llama
+
+NUM_LAYERS = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("m") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def head(folder: Path) -> VerifierHead:
+    found = load_head(str(folder))
+    assert found
+    return found
+
+
+@pytest.fixture(scope="module")
+def greedy(folder: Path) -> tuple[dict[int, np.ndarray], np.ndarray]:
+    """States by layer [R, H] and the greedy next token [R] of 60 tokens, all by Transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = torch.tensor([[5, 60, 7, 100, 9]])
+    with torch.no_grad():
+        ids = model.generate(prompt, max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)[0].tolist()
+    states = reference_states(model, ids[:-1])
+    first = prompt.shape[1] - 1
+    return {layer: s[first:] for layer, s in states.items()}, np.asarray(ids[first + 1 :])
+
+
+def rounded(states: np.ndarray) -> np.ndarray:
+    """What bf16 storage leaves of float32 values."""
+    return ((states.view(np.uint32) + 0x8000) & 0xFFFF0000).view(np.float32)
+
+
+def test_logits_equal_those_of_transformers(folder: Path, head: VerifierHead, greedy: tuple) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    states = greedy[0][NUM_LAYERS]
+    with torch.no_grad():
+        expected = model.lm_head(model.model.norm(torch.tensor(states))).numpy()
+    np.testing.assert_allclose(head.logits(states), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_greedy_states_name_their_tokens(head: VerifierHead, greedy: tuple) -> None:
+    states, tokens = greedy
+    found = check_greedy(head, rounded(states[NUM_LAYERS]), tokens, 0.99, "here")
+    assert found["next_token_agreement"] == 1.0
+    assert found["num_checked_rows"] + found["num_near_ties"] == len(tokens)
+
+
+@pytest.mark.parametrize("kind", ["layer before", "one row late", "samples exchanged"])
+def test_wrong_states_are_refused(head: VerifierHead, greedy: tuple, kind: str) -> None:
+    states, tokens = greedy
+    last = states[NUM_LAYERS]
+    corrupted = {
+        "layer before": states[NUM_LAYERS - 1],
+        "one row late": np.roll(last, 1, axis=0),
+        "samples exchanged": np.concatenate([last[30:], last[:30]]),
+    }[kind]
+    with pytest.raises(CaptureError, match=r"here: the captured states name the next token in .* the states say"):
+        check_greedy(head, rounded(corrupted), tokens, 0.99, "here")
+
+
+def confident_head(hidden: int, vocab: int) -> VerifierHead:
+    """A head whose token i is as likely as component i is large."""
+    return VerifierHead(np.ones(hidden, np.float32), 1e-6, np.eye(vocab, hidden, dtype=np.float32) * 4, lambda x: x)
+
+
+def test_sampled_text_that_the_states_make_likely_passes_and_garbage_does_not() -> None:
+    generator = np.random.default_rng(0)
+    head = confident_head(200, 200)
+    states = generator.normal(size=(200, 200)).astype(np.float32) * 3
+    probabilities = np.exp(head.logits(states).astype(np.float64))
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
+    tokens = np.asarray([generator.choice(200, p=p) for p in probabilities])
+    assert check_sampled(head, states, tokens, "here")["num_checked_rows"] == 200
+    with pytest.raises(CaptureError, match="the text is garbage"):
+        check_sampled(head, states, generator.integers(0, 200, size=200), "here")
+
+
+def test_rows_are_spread_over_the_chunk() -> None:
+    assert spread_rows(3).tolist() == [0, 1, 2]
+    chosen = spread_rows(10_000)
+    assert (len(chosen), chosen[0], chosen[-1]) == (256, 0, 9_999)
+
+
+def test_only_the_file_of_the_head_is_opened(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index that spreads the tensors: the other files do not even exist."""
+    import json
+    import shutil
+
+    shutil.copytree(folder, tmp_path / "split")
+    (tmp_path / "split" / "model.safetensors").rename(tmp_path / "split" / "b.safetensors")
+    names = {
+        "model.norm.weight": "b.safetensors",
+        "lm_head.weight": "b.safetensors",
+        "model.layers.0.x": "a.safetensors",
+    }
+    (tmp_path / "split" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    found = load_head(str(tmp_path / "split"))
+    assert found and found.logits(np.ones((1, 128), np.float32)).shape == (1, VOCAB_SIZE)
