@@ -9,7 +9,7 @@ from eagle3_pipeline.assets.draft_checkpoint import build_draft_checkpoint
 from eagle3_pipeline.assets.draft_evaluation import build_draft_evaluation
 from eagle3_pipeline.assets.jobs import build_jobs
 from eagle3_pipeline.assets.published_draft import build_published_draft
-from eagle3_pipeline.assets.resources import PipelineHome
+from eagle3_pipeline.assets.resources import GpuPool, PipelineHome
 from eagle3_pipeline.assets.source_rows import build_source_rows
 from eagle3_pipeline.assets.verifier import build_verifier
 from eagle3_pipeline.assets.verifier_outputs import build_verifier_outputs
@@ -34,7 +34,7 @@ def build_definitions(specs: list[PipelineSpec]) -> dg.Definitions:
     return dg.Definitions(
         assets=[build(spec) for spec in specs for build in _BUILDERS],
         jobs=[job for spec in specs for job in build_jobs(spec)],
-        resources={"home": PipelineHome()},
+        resources={"home": PipelineHome(), "gpu_pool": GpuPool()},
         loggers={"console": short_console},
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import dagster as dg
 
-from eagle3_pipeline.assets.resources import PipelineHome
+from eagle3_pipeline.assets.resources import GpuPool, PipelineHome
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.errors import Eagle3Error
 from eagle3_pipeline.stages.context import StageContext, StageResult
@@ -34,10 +34,13 @@ def asset_arguments(spec: PipelineSpec, stage: str, kinds: set[str]) -> dict[str
 
 
 @contextlib.contextmanager
-def stage_context(context: dg.AssetExecutionContext, spec: PipelineSpec, home: PipelineHome) -> Iterator[StageContext]:
+def stage_context(
+    context: dg.AssetExecutionContext, spec: PipelineSpec, home: PipelineHome, gpu_pool: GpuPool | None = None
+) -> Iterator[StageContext]:
     """The stage's context; our errors become Dagster failures whose description is the whole message."""
     try:
-        yield StageContext(spec, log=context.log.info, home=home.path())
+        num_gpus = gpu_pool.num_gpus if gpu_pool else None
+        yield StageContext(spec, log=context.log.info, home=home.path(), num_gpus=num_gpus)
     except Eagle3Error as error:
         raise dg.Failure(description=str(error), metadata={"error": type(error).__name__}) from error
 

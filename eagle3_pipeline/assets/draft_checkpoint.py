@@ -13,7 +13,7 @@ from eagle3_pipeline.assets.common import (
     stage_context,
     stage_output,
 )
-from eagle3_pipeline.assets.resources import PipelineHome
+from eagle3_pipeline.assets.resources import GpuPool, PipelineHome
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.stages.draft_checkpoint import CURVES, materialise_checkpoint
 from eagle3_pipeline.stages.identity import DRAFT_CHECKPOINT, HIDDEN_STATES, SYNTHETIC_GENERATIONS, VOCAB_MAP
@@ -37,8 +37,10 @@ def build_draft_checkpoint(spec: PipelineSpec) -> dg.AssetsDefinition:
         pool=GPU_POOL,
         description="The EAGLE-3 draft as a Hugging Face folder that vLLM serves, metrics.parquet, curves.png.",
     )
-    def draft_checkpoint(context: dg.AssetExecutionContext, home: PipelineHome) -> dg.MaterializeResult:
-        with stage_context(context, spec, home) as stage:
+    def draft_checkpoint(
+        context: dg.AssetExecutionContext, home: PipelineHome, gpu_pool: GpuPool
+    ) -> dg.MaterializeResult:
+        with stage_context(context, spec, home, gpu_pool) as stage:
             result = materialise_checkpoint(stage)
         metrics = result.manifest.metrics
         before, after = metrics["initial_val_acceptance_length"], metrics["val_acceptance_length"]

@@ -11,7 +11,7 @@ from eagle3_pipeline.assets.common import (
     stage_context,
     stage_output,
 )
-from eagle3_pipeline.assets.resources import PipelineHome
+from eagle3_pipeline.assets.resources import GpuPool, PipelineHome
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.stages.draft_evaluation import REPORT, materialise_evaluation
 from eagle3_pipeline.stages.identity import BASELINE, DRAFT_CHECKPOINT, DRAFT_EVALUATION
@@ -33,8 +33,10 @@ def build_draft_evaluation(spec: PipelineSpec) -> dg.AssetsDefinition:
         pool=GPU_POOL,
         description="Acceptance length, acceptance by position, tokens/s with and without the draft, by category.",
     )
-    def draft_evaluation(context: dg.AssetExecutionContext, home: PipelineHome) -> dg.MaterializeResult:
-        with stage_context(context, spec, home) as stage:
+    def draft_evaluation(
+        context: dg.AssetExecutionContext, home: PipelineHome, gpu_pool: GpuPool
+    ) -> dg.MaterializeResult:
+        with stage_context(context, spec, home, gpu_pool) as stage:
             result = materialise_evaluation(stage)
         metrics = result.manifest.metrics
         different = metrics["num_differences"] - metrics["num_near_ties"]

@@ -14,7 +14,7 @@ from eagle3_pipeline.assets.common import (
     stage_output,
 )
 from eagle3_pipeline.assets.partitions import chunk_partitions
-from eagle3_pipeline.assets.resources import PipelineHome
+from eagle3_pipeline.assets.resources import GpuPool, PipelineHome
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.stages.identity import DATASET, HIDDEN_STATES, SYNTHETIC_GENERATIONS, VERIFIER
 from eagle3_pipeline.stages.verifier_outputs import materialise_outputs
@@ -50,9 +50,11 @@ def build_verifier_outputs(spec: PipelineSpec) -> dg.AssetsDefinition:
         can_subset=True,
         pool=GPU_POOL,
     )
-    def verifier_outputs(context: dg.AssetExecutionContext, home: PipelineHome) -> Iterator[dg.MaterializeResult]:
+    def verifier_outputs(
+        context: dg.AssetExecutionContext, home: PipelineHome, gpu_pool: GpuPool
+    ) -> Iterator[dg.MaterializeResult]:
         selected = context.selected_asset_keys
-        with stage_context(context, spec, home) as stage:
+        with stage_context(context, spec, home, gpu_pool) as stage:
             made = materialise_outputs(stage, context.partition_key, generations in selected, states in selected)
         if made.generations:
             count = made.generations.manifest.metrics["num_supervised_tokens"]

@@ -13,11 +13,14 @@ from typing import IO, Any
 
 import psutil
 
+from eagle3_pipeline.engine.devices import gpu_memory
 from eagle3_pipeline.errors import LeaseError
 from eagle3_pipeline.workers import LEASE_RECORDS, process_started, session_record
 
 _POLL_S = 0.2
 _REAP_TIMEOUT_S = 30.0
+# A GPU that nobody uses still shows some memory of its driver as used.
+_FREE_SHARE = 0.97
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,10 @@ class GpuPool:
         try:
             # If this fails, the records stay: the next holder looks for left-overs again.
             for file in files:
-                for record in _read_records(file):
-                    _end_session(record)
+                if left := _read_records(file):
+                    for record in left:
+                        _end_session(record)
+                    self._wait_free(file, on_wait)
             try:
                 for file in files:
                     _write_record(file, holder)
@@ -108,6 +113,16 @@ class GpuPool:
             if now >= next_report:
                 on_wait(f"{holder}: waiting for {wanted} of {', '.join(self._slots)}; {self._who()}")
                 next_report = now + 10.0
+            time.sleep(_POLL_S)
+
+    def _wait_free(self, file: IO[str], on_wait: Callable[[str], None]) -> None:
+        """After a dead holder: its memory goes back some time after its processes."""
+        deadline = time.monotonic() + _REAP_TIMEOUT_S
+        index = int(Path(file.name).stem.split("-")[1])
+        while index < len(found := gpu_memory()) and found[index].free_bytes < _FREE_SHARE * found[index].total_bytes:
+            if time.monotonic() > deadline:
+                on_wait(f"GPU {index}: {found[index].free_bytes:,} of {found[index].total_bytes:,} bytes are free")
+                return
             time.sleep(_POLL_S)
 
     def _try(self, wanted: int) -> list[IO[str]] | None:

@@ -65,9 +65,12 @@ class StageContext:
         spec: the pipeline.
         log: takes progress lines.
         home: `EAGLE3_HOME`; default: `project_home()`.
+        num_gpus: GPUs in this machine's pool; default: `resources.num_gpus`, else what the driver reports.
     """
 
-    def __init__(self, spec: PipelineSpec, log: Log = print, home: Path | None = None) -> None:
+    def __init__(
+        self, spec: PipelineSpec, log: Log = print, home: Path | None = None, num_gpus: int | None = None
+    ) -> None:
         self.spec = spec
         self.log = log
         self.home = home or project_home()
@@ -75,7 +78,7 @@ class StageContext:
         self.store = Store(root)
         self.references = References(root, spec.name)
         self.registry = ChunkRegistry(root, spec.name)
-        num_gpus = spec.resources.num_gpus
+        num_gpus = spec.resources.num_gpus if num_gpus is None else num_gpus
         self.engines = EngineManager(self.home, count_gpus() if num_gpus is None else num_gpus)
 
     @cached_property
