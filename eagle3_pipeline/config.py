@@ -112,6 +112,9 @@ class CaptureSpec(Section):
     min_next_token_agreement: float = execution(
         0.99, "smallest share of rows whose last-layer state names the next greedy token; 0: unchecked", ge=0, le=1
     )
+    recapture_tolerance: float = execution(
+        0.1, "largest relative difference of one sequence captured alone from its batched capture; 0: unchecked", ge=0
+    )
     min_layer_variance: float = execution(1e-8, "a layer whose variance over a chunk is lower is rejected", ge=0)
 
 

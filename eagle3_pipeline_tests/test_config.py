@@ -246,7 +246,7 @@ def test_every_key_is_described() -> None:
 EXECUTION = {
     "dataset": {"min_yield"},
     "generation": {"min_yield", "one_pass"},
-    "capture": {"max_shard_bytes", "min_layer_variance", "min_next_token_agreement"},
+    "capture": {"max_shard_bytes", "min_layer_variance", "min_next_token_agreement", "recapture_tolerance"},
     "vocab": {"min_coverage"},
     "training": {"device", "num_workers", "num_threads", "attention", "log_every_s"},
     "resources": set(SECTIONS["resources"].model_fields),
@@ -335,6 +335,7 @@ IRRELEVANT: list[tuple[str, str, Any]] = [
     ("capture", "max_shard_bytes", 2**20),
     ("capture", "min_layer_variance", 0.1),
     ("capture", "min_next_token_agreement", 0.5),
+    ("capture", "recapture_tolerance", 0.5),
     ("vocab", "min_coverage", 0.1),
     ("training", "device", "cpu"),
     ("training", "num_workers", 3),

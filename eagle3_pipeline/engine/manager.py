@@ -73,6 +73,11 @@ class EngineManager:
             client.may_sample = _may_sample(client)
             return client
 
+    def is_running(self, spec: EngineSpec) -> bool:
+        """Whether an engine of this spec is ready."""
+        state = EngineState(self.folder / spec.engine_id)
+        return state.is_alive() and state.read().get("phase") == "ready"
+
     def died(self, spec: EngineSpec, error: EngineError) -> None:
         """Tells the circuit breaker that an engine died at work."""
         record_failure(self.folder / spec.engine_id, str(error), deterministic=False)

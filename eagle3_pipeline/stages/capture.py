@@ -110,9 +110,61 @@ def answer_states(folder: Path, rows: list[dict]) -> tuple[np.ndarray, np.ndarra
     index = {row["sequence_id"]: row for row in read_index(folder).to_pylist()}
     shards = {number: map_states(folder / shard_name(number))[0] for number in {r["shard"] for r in index.values()}}
     states, tokens = [], []
-    for position in spread_rows(len(known)):
-        row, j = known[position]
+    for row, j in (known[position] for position in spread_rows(len(known))):
         place = index[row["sequence_id"]]
         states.append(shards[place["shard"]][place["row_start"] + j, -1])
         tokens.append(row["input_ids"][j + 1])
     return bf16_to_float32(np.stack(states)), np.asarray(tokens)
+
+
+def check_alone(
+    context: StageContext, where: str, folder: Path, tokens: Tokens, identity: Identity
+) -> dict[str, float]:
+    """Captures one sequence once more, alone, and compares: a batch must not change what a sequence's states are.
+
+    Skipped where no engine runs: a load for this check alone would cost more than it tells.
+
+    Raises:
+        CaptureError: the two captures differ by more than `capture.recapture_tolerance`.
+    """
+    tolerance, engine = context.spec.capture.recapture_tolerance, context.capturing_engine_spec()
+    if not tolerance or not context.engines.is_running(engine):
+        return {}
+    chosen = sorted(tokens, key=lambda i: (len(tokens[i]), i))[len(tokens) // 2]
+    alone = context.scratch(identity) / "alone"
+    shutil.rmtree(alone, ignore_errors=True)
+    rows = [{"sequence_id": chosen, "input_ids": tokens[chosen].tolist()}]
+    sampling = {"temperature": 0.0, "max_tokens": 1}
+    run_prompts(context, engine, PromptBatch("capturing one sequence alone", alone, rows, sampling, alone / "states"))
+    records = complete_records(context, alone / "states", {chosen: tokens[chosen]})
+    if records is None:
+        raise CaptureError(f"{where}: sequence {chosen} was not captured when it was sent alone")
+    seal_shards(
+        alone / "states",
+        records.values(),
+        {chosen: tokens[chosen]},
+        context.verifier.geometry(context.spec.capture),
+        {},
+    )
+    difference = _difference(states_of(folder, chosen), states_of(alone / "states", chosen))
+    shutil.rmtree(alone)
+    worst = int(difference.argmax())
+    if difference[worst] > tolerance:
+        layer = context.verifier.geometry(context.spec.capture).layer_ids[worst]
+        raise CaptureError(
+            f"{where}: the states of sequence {chosen} at layer {layer} differ by {difference[worst]:.1%} from those of "
+            f"the same sequence captured alone, capture.recapture_tolerance allows {tolerance:.0%}"
+        )
+    return {"recapture_difference": float(difference[worst])}
+
+
+def states_of(folder: Path, sequence_id: str) -> np.ndarray:
+    """States [n, A+1, H] float32 of one sequence of a sealed folder."""
+    place = next(row for row in read_index(folder).to_pylist() if row["sequence_id"] == sequence_id)
+    states, _ = map_states(folder / shard_name(place["shard"]))
+    return bf16_to_float32(states[place["row_start"] : place["row_start"] + place["num_tokens"]])
+
+
+def _difference(batched: np.ndarray, alone: np.ndarray) -> np.ndarray:
+    """Relative difference of each layer [A+1]."""
+    return np.linalg.norm(batched - alone, axis=(0, 2)) / np.linalg.norm(alone, axis=(0, 2))

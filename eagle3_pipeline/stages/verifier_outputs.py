@@ -30,7 +30,14 @@ from eagle3_pipeline.data.sequences import (
 from eagle3_pipeline.errors import DataError
 from eagle3_pipeline.stages import dataset as dataset_stage
 from eagle3_pipeline.stages import identity as ids
-from eagle3_pipeline.stages.capture import captured_tokens, check_answers, complete_records, prefill, seal_capture
+from eagle3_pipeline.stages.capture import (
+    captured_tokens,
+    check_alone,
+    check_answers,
+    complete_records,
+    prefill,
+    seal_capture,
+)
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
 from eagle3_pipeline.stages.engines import open_engine
 from eagle3_pipeline.stages.prompting import PromptBatch, chat_template, run_prompts
@@ -232,6 +239,7 @@ def _capture(
         records = intact_records(writer.folder, context.verifier.geometry(context.spec.capture))
     statistics = seal_capture(context, where, writer.folder, tokens, records, identity.fingerprint)
     statistics |= check_answers(context, where, writer.folder, rows)
+    statistics |= check_alone(context, where, writer.folder, tokens, identity)
     metrics = {
         "num_sequences": len(tokens),
         "num_tokens": sum(map(len, tokens.values())),
