@@ -152,8 +152,8 @@ def check_alone(
     if difference[worst] > tolerance:
         layer = context.verifier.geometry(context.spec.capture).layer_ids[worst]
         raise CaptureError(
-            f"{where}: the states of sequence {chosen} at layer {layer} differ by {difference[worst]:.1%} from those of "
-            f"the same sequence captured alone, capture.recapture_tolerance allows {tolerance:.0%}"
+            f"{where}: the states of sequence {chosen} at layer {layer} differ by {difference[worst]:.1%} from those "
+            f"of the same sequence captured alone, capture.recapture_tolerance allows {tolerance:.0%}"
         )
     return {"recapture_difference": float(difference[worst])}
 

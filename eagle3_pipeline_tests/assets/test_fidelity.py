@@ -17,7 +17,7 @@ def damage(folder: Path, num_rows: int) -> None:
     row = 4 * 128
     values = np.memmap(folder / shard_name(0), dtype="<u2", mode="r+", offset=HEADER_BYTES, shape=(num_rows, row))
     # bf16 doubles when its exponent, from bit 7 on, grows by one.
-    values += 1 << 7
+    values[:] = values + np.uint16(1 << 7)
     values.flush()
 
 
