@@ -87,8 +87,10 @@ class EngineManager:
         reset_failures(self.folder / spec.engine_id)
 
     def _start(self, spec: EngineSpec, state: EngineState, log: Log) -> EngineClient:
+        last_load = state.read().get("load_s")
+        took = f"; its last load took {last_load:.0f} s" if last_load else ""
         state.prepare(spec)
-        log(f"starting an engine: {spec.describe()}; log: {state.log}")
+        log(f"starting an engine: {spec.describe()}; log: {state.log}{took}")
         with state.log.open("wb") as file:
             process = subprocess.Popen(
                 [

@@ -176,7 +176,7 @@ class StageContext:
         artifact = self.cached(identity)
         recomputed = artifact is None
         if artifact is None:
-            with self.store.write(identity.stage, identity.fingerprint, wait=True) as writer:
+            with self.store.write(identity.stage, identity.fingerprint, wait=True, on_wait=self.log) as writer:
                 artifact = self.cached(identity)
                 if artifact is None:
                     artifact = self.publish(writer, identity, produce(writer))

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,16 @@ def require_space(path: Path, num_bytes: int, what: str) -> None:
 
 
 @contextlib.contextmanager
-def exclusive(path: Path, what: str, wait: bool = False) -> Iterator[None]:
+def exclusive(
+    path: Path, what: str, wait: bool = False, on_wait: Callable[[str], None] | None = None
+) -> Iterator[None]:
     """Holds an advisory lock on `path`; the kernel drops it when the process ends.
+
+    Args:
+        path: the lock file.
+        what: what the lock guards, for messages.
+        wait: wait for another holder instead of raising.
+        on_wait: told once that this call waits.
 
     Raises:
         WriterBusyError: another process holds it and `wait` is false.
@@ -99,7 +107,12 @@ def exclusive(path: Path, what: str, wait: bool = False) -> Iterator[None]:
         raise storage_error(error, path) from error
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise WriterBusyError(f"{what} is being written by another process (lock {path})") from error
+            busy = f"{what} is being written by another process (lock {path})"
+            if not wait:
+                raise WriterBusyError(busy) from error
+            if on_wait:
+                on_wait(f"{busy}; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield

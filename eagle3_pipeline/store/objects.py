@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,14 +140,16 @@ class Store:
                 self._refuse(artifact, f"{name} has checksum {found}, the manifest says {entry.xxh3}")
 
     @contextlib.contextmanager
-    def write(self, stage: str, fingerprint: str, wait: bool = False) -> Iterator[ArtifactWriter]:
+    def write(
+        self, stage: str, fingerprint: str, wait: bool = False, on_wait: Callable[[str], None] | None = None
+    ) -> Iterator[ArtifactWriter]:
         """Opens the one writer of this artifact.
 
         Raises:
             WriterBusyError: another process writes it now and `wait` is false.
         """
         lock = self.root / "objects" / stage / f"{fingerprint}.lock"
-        with atomic.exclusive(lock, f"artifact {stage}/{fingerprint}", wait):
+        with atomic.exclusive(lock, f"artifact {stage}/{fingerprint}", wait, on_wait):
             yield ArtifactWriter(self, stage, fingerprint)
 
     def quarantine(self, folder: Path, reason: str) -> Path:
