@@ -105,7 +105,6 @@ class Host:
             logger.warning("client dropped: %s", error)
         finally:
             self._clients -= 1
-            self._idle_since = time.monotonic()
             writer.close()
 
     async def _request(
@@ -146,17 +145,25 @@ class Host:
         if operation == "counters":
             return await self._backend.counters()
         if operation == "generate":
-            self._jobs += 1
-            self._state.update(jobs=self._jobs)
-            return await run_job(GenerateJob(**request), self._backend, self._spec, uuid.uuid4().hex[:8], send)
+            return await self._generate(GenerateJob(**request), send)
         if operation == "retire":
             # The asking client itself is connected.
-            self._stopping = self._clients <= 1
+            idle_s = time.monotonic() - self._idle_since
+            self._stopping = self._clients <= 1 and idle_s >= request["idle_s"]
             return {"retired": self._stopping}
         if operation == "shutdown":
             self._stopping = True
             return {"retired": True}
         raise Eagle3Error(f"unknown operation {operation!r}")
+
+    async def _generate(self, job: GenerateJob, send: Any) -> dict[str, Any]:
+        self._jobs += 1
+        self._state.update(jobs=self._jobs)
+        try:
+            return await run_job(job, self._backend, self._spec, uuid.uuid4().hex[:8], send)
+        finally:
+            # Work alone counts: those who only look, or wait for the device, do not keep an engine alive.
+            self._idle_since = time.monotonic()
 
 
 def load_backend(name: str) -> Backend:

@@ -22,6 +22,9 @@ from eagle3_pipeline.workers import log_tail
 Log = Callable[[str], None]
 _POLL_S = 0.2
 _REPORT_EVERY_S = 10.0
+# An engine makes room for another one only after this long without work: between two chunks of one pipeline there are
+# moments without a client, and two pipelines that took turns at every chunk would load at every chunk.
+_YIELD_AFTER_S = 5.0
 
 
 class EngineManager:
@@ -142,7 +145,7 @@ class EngineManager:
             if state.folder.name == keep or not state.is_alive():
                 continue
             with contextlib.suppress(EngineError), EngineClient(state) as client:
-                if client.request("retire")["retired"]:
+                if client.request("retire", idle_s=_YIELD_AFTER_S)["retired"]:
                     log(f"retiring the idle engine {state.spec().describe()}")
                     _wait_gone(state)
 
