@@ -1,5 +1,7 @@
 """The Dagster code location: one call per enabled pipeline. Imports neither torch nor vLLM."""
 
+import os
+
 import dagster as dg
 
 from eagle3_pipeline.assets.baseline import build_baseline
@@ -15,6 +17,7 @@ from eagle3_pipeline.assets.verifier import build_verifier
 from eagle3_pipeline.assets.verifier_outputs import build_verifier_outputs
 from eagle3_pipeline.assets.vocab_map import build_vocab_map
 from eagle3_pipeline.config import PipelineSpec, enabled_pipelines
+from eagle3_pipeline.errors import ConfigError
 
 _BUILDERS = (
     build_source_rows,
@@ -29,6 +32,19 @@ _BUILDERS = (
 )
 
 
+def _executor() -> dg.ExecutorDefinition:
+    """`EAGLE3_EXECUTOR`: in_process (default) or multiprocess.
+
+    A run of one chunk is one step, so a process for the step would cost a second import of everything, and would go on
+    when its run is killed.
+    """
+    executors = {"in_process": dg.in_process_executor, "multiprocess": dg.multiprocess_executor}
+    name = os.environ.get("EAGLE3_EXECUTOR", "in_process")
+    if name not in executors:
+        raise ConfigError(f"EAGLE3_EXECUTOR is {name!r}; allowed: {', '.join(executors)}")
+    return executors[name]
+
+
 def build_definitions(specs: list[PipelineSpec]) -> dg.Definitions:
     """All assets and jobs of these pipelines, side by side."""
     return dg.Definitions(
@@ -36,6 +52,7 @@ def build_definitions(specs: list[PipelineSpec]) -> dg.Definitions:
         jobs=[job for spec in specs for job in build_jobs(spec)],
         resources={"home": PipelineHome(), "gpu_pool": GpuPool()},
         loggers={"console": short_console},
+        executor=_executor(),
     )
 
 
