@@ -10,12 +10,20 @@ the host starts:
   `garbage` (the smoke test finds sampling implausible). `FAIL:TEXT` fails only requests
   whose sequence id holds TEXT.
 - `EAGLE3_FAKE_LOG`: a file that gets one line per finished request and one per aborted request.
+- `EAGLE3_FAKE_CORE`: if set, the engine has a core: a child process in the host's session that outlives a killed host.
+  Without it every request fails, as vLLM's do once its `EngineCore` is dead.
+- `EAGLE3_FAKE_GATES`: a folder of gates. At a point the engine leaves the file `POINT.reached` there and stays while
+  `POINT.closed` exists. Points: `host` (before the lease), `core` (the core has just started), `loading`, and
+  `answers`, whose `.closed` file holds the number of requests that pass nevertheless.
 """
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
+import subprocess
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -65,10 +73,43 @@ def accepted_tokens(step: int, num_speculative_tokens: int) -> int:
     return step % (num_speculative_tokens + 1)
 
 
+def at_closed_gate(point: str) -> bool:
+    """Leaves the mark of having been at a point; whether to stay there."""
+    folder = os.environ.get("EAGLE3_FAKE_GATES")
+    if not folder:
+        return False
+    with contextlib.suppress(FileNotFoundError):  # the test that made the folder is over
+        (Path(folder) / f"{point}.reached").touch()
+    return (Path(folder) / f"{point}.closed").exists()
+
+
+def wait_at_gate(point: str) -> None:
+    """Stays at a point while its gate is closed."""
+    while at_closed_gate(point):
+        time.sleep(0.02)
+
+
+def _passing_requests() -> int:
+    """How many requests pass the closed gate `answers`."""
+    folder = os.environ.get("EAGLE3_FAKE_GATES")
+    try:
+        return int((Path(folder) / "answers.closed").read_text()) if folder else 0
+    except FileNotFoundError:
+        return 0
+
+
+class FakeCoreDeadError(Exception):
+    """As vLLM's `EngineDeadError`: none of ours, and raised by every request from then on."""
+
+
 class FakeBackend:
     """Implements `Backend`."""
 
     def __init__(self) -> None:
+        wait_at_gate("host")
+        self._core: subprocess.Popen | None = None
+        self._num_requests = 0
+        self._busy_s = 0.0
         self._delay_s = float(os.environ.get("EAGLE3_FAKE_DELAY_S", "0"))
         self._fail, _, self._fail_only = os.environ.get("EAGLE3_FAKE_FAIL", "").partition(":")
         self._log = os.environ.get("EAGLE3_FAKE_LOG", "")
@@ -81,6 +122,10 @@ class FakeBackend:
 
     async def start(self, spec: EngineSpec) -> None:
         """Waits as a load would."""
+        if os.environ.get("EAGLE3_FAKE_CORE"):
+            self._core = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL)
+        await self._pass_gate("core")
+        await self._pass_gate("loading")
         await asyncio.sleep(float(os.environ.get("EAGLE3_FAKE_LOAD_S", "0")))
         if self._fail == "start":
             raise RuntimeError("the fake engine was told not to start")
@@ -97,11 +142,24 @@ class FakeBackend:
         """Answers; like vLLM, it returns before its writer thread is done."""
         if request_id.startswith("smoke-"):
             return self._smoke_answer(prompt_ids, sampling)
+        self._num_requests += 1
         try:
+            if self._num_requests > _passing_requests():
+                await self._pass_gate("answers")
+            self._require_core()
             await asyncio.sleep(self._delay_s)
         except asyncio.CancelledError:
             self._note(f"aborted {request_id}")
             raise
+        started = time.monotonic()
+        try:
+            return self._answer(request_id, prompt_ids, sampling, capture)
+        finally:
+            self._busy_s += time.monotonic() - started
+
+    def _answer(
+        self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any], capture: CaptureTarget | None
+    ) -> Answer:
         if self._fails("generate", request_id):
             raise EngineError(f"request {request_id} ended without an answer")
         stop = sampling.get("stop_token_ids") or ()
@@ -119,13 +177,31 @@ class FakeBackend:
             [1.5] * len(tokens) if (logprobs or 0) >= 2 else None,
         )
 
+    def failed(self) -> bool:
+        """Whether the core is dead."""
+        return self._core is not None and self._core.poll() is not None
+
     async def counters(self) -> dict[str, Any]:
-        """Draft steps so far, if there is a draft."""
-        return self._counters
+        """Draft steps so far, if there is a draft; `busy_s`: seconds of making answers, without what wrote states."""
+        return self._counters | {"busy_s": self._busy_s}
 
     def shutdown(self) -> None:
         """Waits for the writer."""
         self._writer.shutdown()
+        if self._core:
+            self._core.kill()
+
+    async def _pass_gate(self, point: str) -> None:
+        closed = True
+        while closed:
+            # In this order: who killed the core opens the gate afterwards.
+            closed = at_closed_gate(point)
+            self._require_core()
+            await asyncio.sleep(0.02 if closed else 0)
+
+    def _require_core(self) -> None:
+        if self._core and self._core.poll() is not None:
+            raise FakeCoreDeadError(f"the fake engine's core died (exit code {self._core.returncode})")
 
     def _smoke_answer(self, prompt_ids: list[int], sampling: dict[str, Any]) -> Answer:
         """Nine in ten sampled tokens are likely ones, or none is (`EAGLE3_FAKE_FAIL=garbage`)."""

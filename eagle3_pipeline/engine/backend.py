@@ -54,6 +54,9 @@ class Backend(Protocol):
     ) -> Answer:
         """Answers one prompt; cancelling the task aborts the request."""
 
+    def failed(self) -> bool:
+        """Whether the engine died and can answer nothing more."""
+
     async def counters(self) -> dict[str, Any]:
         """Speculative-decoding counters since the start: num_drafts, num_draft_tokens, accepted_per_position."""
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from eagle3_pipeline.store import atomic
 
 _TRIPS_AT = 2
+# A host exits with this code if its engine core was killed while it loaded: no fault of the settings.
+CORE_KILLED_EXIT_CODE = 3
 _NAME = "failures.json"
 
 

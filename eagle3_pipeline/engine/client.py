@@ -71,6 +71,8 @@ class EngineClient:
                 event = json.loads(line)
                 if event["event"] == "result":
                     return event
+                if event["event"] == "error" and event["kind"] == EngineDiedError.__name__:
+                    raise self._died(event["message"])
                 if event["event"] == "error":
                     raise _error_class(event["kind"])(event["message"])
                 on_event(event)

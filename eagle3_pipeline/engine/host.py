@@ -11,25 +11,30 @@ import importlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from eagle3_pipeline.engine.backend import Backend
+from eagle3_pipeline.engine.breaker import CORE_KILLED_EXIT_CODE
 from eagle3_pipeline.engine.jobs import GenerateJob, run_job
 from eagle3_pipeline.engine.lease import GpuPool
 from eagle3_pipeline.engine.smoke import smoke_test
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.engine.state import EngineState
-from eagle3_pipeline.errors import Eagle3Error
+from eagle3_pipeline.errors import Eagle3Error, EngineDiedError, EngineError
 
 logger = logging.getLogger("eagle3.engine.host")
 _LINE_LIMIT = 1 << 20
 _WATCH_S = 1.0
+# vLLM names the core processes that ended during a start with their exit codes; negative ones are signals.
+_CORE_KILLED = re.compile(r"\bcore\b.*-(?:9|15)\b", re.IGNORECASE | re.DOTALL)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -56,6 +61,8 @@ class Host:
         for number in _STOP_SIGNALS:
             loop.add_signal_handler(number, self._stop.set)
         load_s = round(time.monotonic() - started, 3)
+        if not self._state.is_ours():
+            raise EngineError("another host took this engine's state folder while it loaded")
         server = await asyncio.start_unix_server(self._client, str(self._state.socket), limit=_LINE_LIMIT)
         os.chmod(self._state.socket, 0o600)
         self._idle_since = time.monotonic()
@@ -63,6 +70,8 @@ class Host:
         logger.info("ready after %.1f s: %s", load_s, self._spec.describe())
         async with server:
             await self._watch()
+        if self._backend.failed():
+            raise EngineDiedError("the engine's core died")
 
     async def _load(self) -> None:
         """Loads the model. vLLM blocks the loop while it loads, so signals and the time limit act from outside."""
@@ -88,6 +97,8 @@ class Host:
         while not self._stop.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), _WATCH_S)
+            if self._backend.failed():
+                return
             idle = time.monotonic() - self._idle_since
             if not self._clients and idle > self._spec.idle_timeout_s:
                 logger.info("idle for %.0f s", idle)
@@ -135,7 +146,8 @@ class Host:
             raise
         except Exception as error:  # whatever the engine raises is the client's answer; the log has the traceback
             logger.exception("request failed")
-            await send({"event": "error", "kind": "EngineError", "message": f"{type(error).__name__}: {error}"})
+            kind = EngineDiedError if self._backend.failed() else EngineError
+            await send({"event": "error", "kind": kind.__name__, "message": f"{type(error).__name__}: {error}"})
 
     async def _answer(self, request: dict[str, Any], send: Any) -> dict[str, Any]:
         operation = request.pop("op", None)
@@ -172,6 +184,15 @@ def load_backend(name: str) -> Backend:
     return getattr(importlib.import_module(module), class_name)()
 
 
+def _report_wait(state: EngineState) -> Callable[[str], None]:
+    def report(message: str) -> None:
+        logger.info(message)
+        if not state.is_ours():
+            raise EngineError("another host took this engine's state folder while this one waited for a device")
+
+    return report
+
+
 def main() -> None:
     """Entry point: `python -m eagle3_pipeline.engine.host STATE_FOLDER POOL_FOLDER POOL_GPUS`."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -187,7 +208,8 @@ def main() -> None:
     backend = load_backend(spec.backend)
     code = 1
     try:
-        with pool.acquire(spec.num_gpus, f"engine {spec.describe()}", spec.lease_timeout_s, logger.info) as lease:
+        holder = f"engine {spec.describe()}"
+        with pool.acquire(spec.num_gpus, holder, spec.lease_timeout_s, _report_wait(state)) as lease:
             os.environ.update(lease.environment())
             state.update(phase="loading", gpus=list(lease.gpus))
             state.count_start(spec)
@@ -196,8 +218,10 @@ def main() -> None:
                 code = 0
             finally:
                 backend.shutdown()
-    except Exception:  # the log's tail is what the waiting clients show
+    except Exception as error:  # the log's tail is what the waiting clients show
         logger.exception("the engine host failed")
+        if _CORE_KILLED.search(str(error)):
+            code = CORE_KILLED_EXIT_CODE
     state.close(code)
     # vLLM leaves threads behind that would keep the process alive.
     sys.stdout.flush()

@@ -19,7 +19,7 @@ from eagle3_pipeline.store.atomic import storage_error
 from eagle3_pipeline.store.shards import Geometry, ShardRecord, intact_records, read_records
 
 PROGRESS_EVERY_S = 2.0
-_RECORD_POLL_S = 0.02
+_RECORD_POLL_S = 0.005
 _WRITE_STALL_S = 120.0
 _STALL_CHECK_S = 5.0
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -122,6 +122,11 @@ async def _tick(state: _State, send: Send) -> None:
         await send({"event": "progress", **state.counts()})
 
 
+def _first(errors: BaseExceptionGroup) -> BaseException:
+    first = errors.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
 class _Runner:
     """Requests of one job, with the records of their captured rows."""
 
@@ -164,8 +169,10 @@ class _Runner:
                 for prompt in prompts:
                     await self._limit.acquire()
                     group.create_task(self._one(prompt, state))
-        except* Eagle3Error as errors:
-            raise errors.exceptions[0] from None
+        except* Exception as errors:
+            # The first of ours says most; else whatever the engine raised first.
+            ours, others = errors.split(Eagle3Error)
+            raise _first(ours or others or errors) from None
         finally:
             if reader:
                 reader.cancel()
@@ -177,7 +184,7 @@ class _Runner:
             answer = await self._backend.generate(f"{self._job_id}-{identity}", ids, self._job.sampling, target)
             if self._folder:
                 await self._written(identity, self._expected_rows(prompt, answer.token_ids))
-            row = {"sequence_id": identity, **{k: v for k, v in asdict(answer).items() if v is not None}}
+            row = {"sequence_id": identity, **{k: v for k, v in vars(answer).items() if v is not None}}
             self._note(row)
             state.done += 1
             state.prompt_tokens += len(ids)

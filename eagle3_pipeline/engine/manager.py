@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3_pipeline.engine.breaker import read_failures, record_failure, reset_failures
+from eagle3_pipeline.engine.breaker import CORE_KILLED_EXIT_CODE, read_failures, record_failure, reset_failures
 from eagle3_pipeline.engine.client import EngineClient
 from eagle3_pipeline.engine.lease import GpuPool, Lease
 from eagle3_pipeline.engine.spec import EngineSpec
@@ -69,6 +69,9 @@ class EngineManager:
                     f"the engine {spec.describe()} is not started again, it failed before: {failures.last}\nChange the "
                     "execution settings, or run eagle3 engine reset once the cause is gone"
                 )
+            if adopted := self._adopt(state, log):
+                adopted.may_sample, adopted.waited_s = _may_sample(adopted), time.monotonic() - asked
+                return adopted
             if before_start:
                 before_start()
             client = self._start(spec, state, log)
@@ -88,6 +91,20 @@ class EngineManager:
     def worked(self, spec: EngineSpec) -> None:
         """Tells the circuit breaker that an engine finished a job."""
         reset_failures(self.folder / spec.engine_id)
+
+    def _adopt(self, state: EngineState, log: Log) -> EngineClient | None:
+        """Waits for a host whose starter was killed: it loads, or waits for the device, with nobody behind it."""
+        if state.is_alive():
+            log(f"waiting for an engine that somebody else started (pid {state.read().get('pid')})")
+        while state.is_alive():
+            if state.read().get("phase") == "ready":
+                with contextlib.suppress(EngineError):
+                    return EngineClient(state)
+                return None
+            if state.read().get("phase") == "waiting":
+                self.retire_idle(keep=state.folder.name, log=log)
+            time.sleep(_POLL_S)
+        return None
 
     def _start(self, spec: EngineSpec, state: EngineState, log: Log) -> EngineClient:
         last_load = state.read().get("load_s")
@@ -130,7 +147,8 @@ class EngineManager:
                     f"the end of {state.log}:\n{log_tail(state.log)}"
                 )
                 # A negative code is a signal: somebody killed it.
-                record_failure(state.folder, message, deterministic=process.returncode > 0)
+                own_fault = process.returncode > 0 and process.returncode != CORE_KILLED_EXIT_CODE
+                record_failure(state.folder, message, deterministic=own_fault)
                 raise EngineError(message)
             if phase == "waiting":
                 self.retire_idle(keep=spec.engine_id, log=log)

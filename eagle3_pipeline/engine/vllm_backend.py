@@ -133,6 +133,10 @@ class VllmBackend:
             sum(token in found for token, found in zip(tokens, candidates, strict=True)),
         )
 
+    def failed(self) -> bool:
+        """Whether vLLM's core is dead."""
+        return self._engine is not None and self._engine.errored
+
     async def counters(self) -> dict[str, Any]:
         """Counters of speculative decoding from vLLM's metrics registry."""
         from vllm.v1.metrics.reader import Vector, get_metrics_snapshot

@@ -82,6 +82,7 @@ class ShardAppender:
         self._lock = threading.Lock()
         self._shard = max(map(shard_number, folder.glob("shard-*.safetensors")), default=-1)
         self._descriptor = -1
+        self._records = -1
         self._rows = 0
         self._unrecorded: list[ShardRecord] = []
         # A process that died within a record left a torn line; the next record must not continue it.
@@ -124,7 +125,7 @@ class ShardAppender:
         path = self._folder / shard_name(self._shard + 1)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         os.ftruncate(descriptor, HEADER_BYTES)
-        self.close()
+        self._close_shard()
         self._descriptor, self._shard, self._rows = descriptor, self._shard + 1, 0
 
     def _record(self, record: ShardRecord) -> None:
@@ -133,26 +134,37 @@ class ShardAppender:
             lines = self._line_break + "".join(json.dumps(asdict(r)) + "\n" for r in self._unrecorded).encode()
             # On a full disk the record waits for the next one; the host sees the stall and the full disk.
             with contextlib.suppress(OSError):
-                descriptor = os.open(self._folder / RECORDS_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-                try:
-                    _write_or_undo(descriptor, lines)
-                finally:
-                    os.close(descriptor)
+                if self._records < 0:
+                    path = self._folder / RECORDS_NAME
+                    self._records = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                _write_or_undo(self._records, lines)
                 self._unrecorded.clear()
                 self._line_break = b""
 
     def is_current(self) -> bool:
-        """Whether the open shard is still in its folder; false once the folder was published or given up."""
-        if self._descriptor < 0:
-            return self._folder.is_dir()
-        path = self._folder / shard_name(self._shard)
-        return path.exists() and path.stat().st_ino == os.fstat(self._descriptor).st_ino
+        """Whether its files are still in their folder; false once the folder was sealed, published or given up."""
+        open_files = [(shard_name(self._shard), self._descriptor), (RECORDS_NAME, self._records)]
+        found = [_is_at(descriptor, self._folder / name) for name, descriptor in open_files if descriptor >= 0]
+        return all(found) if found else self._folder.is_dir()
 
     def close(self) -> None:
-        """Closes the open shard."""
+        """Closes the open shard and the records."""
+        self._close_shard()
+        if self._records >= 0:
+            os.close(self._records)
+            self._records = -1
+
+    def _close_shard(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return path.stat().st_ino == os.fstat(descriptor).st_ino
+    except FileNotFoundError:
+        return False
 
 
 def _pwrite_all(descriptor: int, data: memoryview, offset: int) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 from tabulate import tabulate
 
-from eagle3_pipeline_tests.benchmarks import backfill, capture, orchestration
+from eagle3_pipeline_tests.benchmarks import backfill, capture, engine, orchestration
 
-PARTS = {"capture": capture.run, "orchestration": orchestration.run, "backfill": backfill.run}
+PARTS = {"capture": capture.run, "orchestration": orchestration.run, "engine": engine.run, "backfill": backfill.run}
 
 
 def machine() -> str:
