@@ -23,14 +23,24 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except Eagle3Error as error:
-            click.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
-            sys.exit(1)
+            self._fail(type(error).__name__, str(error))
+        except Exception as error:
+            if not type(error).__module__.startswith("sqlalchemy"):
+                raise
+            reason = getattr(error, "orig", error)
+            home = project_home() / "dagster_home"
+            self._fail("StoreError", f"Dagster cannot use its database under {home}: {reason}")
+
+    @staticmethod
+    def _fail(kind: str, message: str) -> None:
+        click.secho(f"{kind}: {message}", fg="red", err=True)
+        sys.exit(1)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="eagle3-pipeline")
 def main() -> None:
-    r"""Turn conversations and a verifier LLM into an EAGLE-3 draft that vLLM serves.
+    """Turn conversations and a verifier LLM into an EAGLE-3 draft that vLLM serves.
 
     Every stage of every data chunk is a cached asset; only what is really missing is computed.
 
@@ -41,7 +51,7 @@ def main() -> None:
 
     Pipelines are YAML files: those of the package and of the folders in EAGLE3_PIPELINES. Everything mutable lies under
     EAGLE3_HOME (default: .eagle3 beside the checkout).
-    """
+    """  # noqa: D301  # click reads the control character
 
 
 def _pipeline_argument(function: Callable) -> Callable:
@@ -117,17 +127,11 @@ def demo() -> None:
 @_pipeline_argument
 def verify(pipeline: str) -> None:
     """Compare every file that the pipeline uses with its checksum; damaged artifacts go to quarantine."""
-    context = StageContext(find_pipeline(pipeline))
-    damaged = 0
-    artifacts = list(context.referenced())
-    for artifact in artifacts:
-        try:
-            context.store.verify(artifact)
-        except Eagle3Error as error:
-            damaged += 1
-            click.secho(str(error), fg="red")
-    click.echo(f"{len(artifacts)} artifacts read, {damaged} damaged")
-    sys.exit(1 if damaged else 0)
+    sound, problems = StageContext(find_pipeline(pipeline)).verify()
+    for problem in problems:
+        click.secho(problem, fg="red")
+    click.echo(f"{sound} artifacts are sound, {len(problems)} are not")
+    sys.exit(1 if problems else 0)
 
 
 @main.command()

@@ -182,7 +182,9 @@ class EvaluationSpec(Section):
     num_speculative_tokens: int = semantic(3, "tokens drafted per step", ge=1)
     max_new_tokens: int = semantic(64, "longest answer in tokens", ge=1)
     batch_size: int = semantic(1, "prompts decoded at once", ge=1)
-    near_tie_epsilon: float = semantic(0.05, "a difference is a near-tie if the top-2 log-probabilities are this close")
+    near_tie_epsilon: float = semantic(
+        0.05, "a difference is a near-tie if the top-2 log-probabilities are this close", ge=0
+    )
 
 
 class PublishSpec(Section):
@@ -206,13 +208,6 @@ class ResourcesSpec(Section):
     lease_timeout_s: float = execution(86400.0, "longest wait for a GPU", gt=0)
 
 
-class ScheduleSpec(Section):
-    """When nightly runs look for work."""
-
-    cron: str = execution("30 2 * * *", "when the nightly retrain looks for stale chunks")
-    timezone: str = execution("UTC", "time zone of cron")
-
-
 class PipelineSpec(Section):
     """One pipeline file. `name` is the file's stem."""
 
@@ -227,7 +222,6 @@ class PipelineSpec(Section):
     evaluation: EvaluationSpec = EvaluationSpec()
     publish: PublishSpec = PublishSpec()
     resources: ResourcesSpec = ResourcesSpec()
-    schedule: ScheduleSpec = ScheduleSpec()
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "PipelineSpec":
@@ -273,7 +267,8 @@ def _explain(path: Path, error: ValidationError) -> str:
             lines.append(f"  {key}: unknown key; allowed keys: {', '.join(allowed)}")
         else:
             found = "" if item["type"] in ("missing", "value_error") else f"; found {item['input']!r}"
-            lines.append(f"  {key}: {item['msg']}{found}")
+            advice = " (the file's name: rename it)" if key == "name" else ""
+            lines.append(f"  {key}: {item['msg']}{found}{advice}")
     return "\n".join(lines)
 
 

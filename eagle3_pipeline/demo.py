@@ -47,7 +47,7 @@ def run_demo(log: Log) -> None:
     with launch.open_instance() as instance:
         launch.sync_chunks(spec, instance, log)
         first = plan(context)
-        if first.todo:
+        if first.to_run:
             log(first.table())
             launched = launch.materialise_stale(spec, build_definitions([spec]), instance, log)
             num_runs = launched.num_runs

@@ -38,12 +38,15 @@ class PlanRow:
         chunk: the chunk's key; empty for unpartitioned stages.
         status: its state.
         reason: why it is not fresh.
+        linked: whether this pipeline's reference names the artifact; another pipeline, or earlier settings, may have
+            made one that it only has to point to.
     """
 
     stage: str
     chunk: str
     status: Status
     reason: str = ""
+    linked: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ class Plan:
     def todo(self) -> list[PlanRow]:
         """What is not fresh."""
         return [row for row in self.rows if row.status is not Status.FRESH]
+
+    @property
+    def to_run(self) -> list[PlanRow]:
+        """What is not fresh, and what is but has yet to be pointed to."""
+        return [row for row in self.rows if row.status is not Status.FRESH or not row.linked]
 
     def count(self) -> dict[str, Counter[str]]:
         """Statuses by stage."""
@@ -170,7 +178,9 @@ class _Planner:
             status, reason = Status.CORRUPT, damage
         else:
             status, reason = Status.FRESH, ""
-        self._rows.append(PlanRow(identity.stage, chunk or "", status, reason))
+        reference = self._context.references.get(identity.stage, chunk)
+        linked = reference is not None and reference.fingerprint == identity.fingerprint
+        self._rows.append(PlanRow(identity.stage, chunk or "", status, reason, linked))
         return Artifact(folder, manifest) if manifest and status is Status.FRESH else None
 
     def _why(self, identity: Identity, chunk: str | None) -> tuple[Status, str]:

@@ -77,7 +77,7 @@ def test_an_unknown_section_is_refused_with_the_sections_there_are(tmp_path: Pat
     message = _refused(tmp_path, {**MINIMAL, "trainig": {}})
     assert (
         "trainig: unknown key; allowed keys: verifier, dataset, generation, capture, vocab, draft, training, "
-        "evaluation, publish, resources, schedule" in message
+        "evaluation, publish, resources" in message
     )
 
 
@@ -250,7 +250,6 @@ EXECUTION = {
     "vocab": {"min_coverage"},
     "training": {"device", "num_workers", "num_threads", "attention", "log_every_s"},
     "resources": set(SECTIONS["resources"].model_fields),
-    "schedule": {"cron", "timezone"},
 }
 LOCATORS = {
     "verifier": {"model", "revision"},
@@ -353,8 +352,6 @@ IRRELEVANT: list[tuple[str, str, Any]] = [
     ("resources", "idle_timeout_s", 9.0),
     ("resources", "start_timeout_s", 9.0),
     ("resources", "lease_timeout_s", 9.0),
-    ("schedule", "cron", "0 0 * * *"),
-    ("schedule", "timezone", "Europe/Berlin"),
 ]
 
 

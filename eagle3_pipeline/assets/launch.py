@@ -13,7 +13,10 @@ from eagle3_pipeline.assets.partitions import publish_chunks
 from eagle3_pipeline.config import PipelineSpec, project_home
 from eagle3_pipeline.errors import Eagle3Error
 from eagle3_pipeline.planning import Plan, plan
+from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.context import StageContext
+from eagle3_pipeline.stages.verifier_outputs import one_pass
+from eagle3_pipeline.store.atomic import storage_error
 
 _RUN_CONFIG = {"loggers": {"console": {"config": {"log_level": "INFO"}}}}  # without it, no logger is made
 
@@ -34,12 +37,15 @@ class Launched:
 def dagster_home() -> Path:
     """`EAGLE3_HOME/dagster_home`, made on first use, with the checkout's dagster.yaml linked into it."""
     home = project_home() / "dagster_home"
-    home.mkdir(parents=True, exist_ok=True)
     settings = Path(__file__).parents[2] / "dagster.yaml"
     link = home / "dagster.yaml"
-    if settings.exists() and not link.exists():
-        link.unlink(missing_ok=True)
-        link.symlink_to(settings)
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        if settings.exists() and not link.exists():
+            link.unlink(missing_ok=True)
+            link.symlink_to(settings)
+    except OSError as error:
+        raise storage_error(error, home) from error
     return home
 
 
@@ -70,17 +76,26 @@ def materialise_stale(
         Eagle3Error: a run failed.
     """
     context = StageContext(spec, log)
+    context.all_chunks()
     launched = Launched()
     # First, because Dagster shows as unsynced what was materialised before its upstream.
-    _run_job(spec, definitions, instance, context, jobs.RESOLVE_VERIFIER, None, launched)
-    chunks = sorted({row.chunk for row in plan(context).todo if row.chunk})
-    for number, chunk in enumerate(chunks, 1):
-        log(f"{spec.name}: chunk {chunk} ({number} of {len(chunks)})")
-        for job in (jobs.PREPARE_DATA, jobs.GENERATE_AND_CAPTURE):
-            _run_job(spec, definitions, instance, context, job, chunk, launched)
+    _run_job(spec, definitions, instance, context, (jobs.RESOLVE_VERIFIER, None), launched)
+    chunks = sorted({row.chunk for row in plan(context).to_run if row.chunk})
+    for stages in _passes(context):
+        for number, chunk in enumerate(chunks, 1):
+            log(f"{spec.name}: chunk {chunk} ({number} of {len(chunks)})")
+            for job in (jobs.PREPARE_DATA, jobs.GENERATE_AND_CAPTURE):
+                _run_job(spec, definitions, instance, context, (job, chunk), launched, stages)
     for job in (jobs.MEASURE_BASELINE, jobs.TRAIN_AND_EVALUATE):
-        _run_job(spec, definitions, instance, context, job, None, launched)
+        _run_job(spec, definitions, instance, context, (job, None), launched)
     return launched
+
+
+def _passes(context: StageContext) -> list[tuple[str, ...]]:
+    """Stages of the chunks, pass by pass: engines of two kinds must not take turns at every chunk."""
+    if one_pass(context):
+        return [ids.CHUNK_STAGES]
+    return [(ids.DATASET, ids.SYNTHETIC_GENERATIONS), (ids.HIDDEN_STATES,)]
 
 
 def _run_job(
@@ -88,11 +103,14 @@ def _run_job(
     definitions: dg.Definitions,
     instance: dg.DagsterInstance,
     context: StageContext,
-    job: str,
-    chunk: str | None,
+    target: tuple[str, str | None],
     launched: Launched,
+    among: tuple[str, ...] | None = None,
 ) -> None:
-    stages = list(_todo(plan(context), jobs.JOB_STAGES[job], chunk))
+    """Runs the stages of a job that the plan asks for; `target` is the job and the chunk."""
+    job, chunk = target
+    wanted = [stage for stage in jobs.JOB_STAGES[job] if among is None or stage in among]
+    stages = list(_todo(plan(context), wanted, chunk))
     if not stages:
         return
     before = len(context.engines.starts())
@@ -109,8 +127,8 @@ def _run_job(
         raise Eagle3Error(f"{spec.name}: run {result.run_id} of {job} failed: {_failure(result)}")
 
 
-def _todo(current: Plan, stages: tuple[str, ...], chunk: str | None) -> Iterator[str]:
-    for row in current.todo:
+def _todo(current: Plan, stages: list[str], chunk: str | None) -> Iterator[str]:
+    for row in current.to_run:
         if row.stage in stages and row.chunk == (chunk or ""):
             yield row.stage
 
@@ -120,5 +138,11 @@ def _failure(result: dg.ExecuteInProcessResult) -> str:
     if not failures:
         return "see the run's log"
     data = failures[0].step_failure_data
-    description = data.user_failure_data.description if data.user_failure_data else None
-    return description or str(data.error)
+    if data.user_failure_data and data.user_failure_data.description:
+        return data.user_failure_data.description
+    error = data.error
+    if error is None or error.cls_name == "DagsterExecutionInterruptedError":
+        return "it was interrupted; run it again, and it continues"
+    while error.cause:
+        error = error.cause
+    return f"{error.message.strip()} (the run's log in the Dagster UI has the traceback)"

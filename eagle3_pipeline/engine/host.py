@@ -148,12 +148,14 @@ class Host:
             logger.exception("request failed")
             kind = EngineDiedError if self._backend.failed() else EngineError
             await send({"event": "error", "kind": kind.__name__, "message": f"{type(error).__name__}: {error}"})
+            if kind is EngineDiedError:
+                self._stop.set()
 
     async def _answer(self, request: dict[str, Any], send: Any) -> dict[str, Any]:
         operation = request.pop("op", None)
         if operation == "info":
             facts = {"pid": os.getpid(), "jobs": self._jobs, "clients": self._clients, "spec": self._spec.describe()}
-            return facts | {"smoke": self._smoke}
+            return facts | {"smoke": self._smoke, "failed": self._backend.failed()}
         if operation == "counters":
             return await self._backend.counters()
         if operation == "generate":

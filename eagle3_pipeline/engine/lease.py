@@ -76,7 +76,7 @@ class GpuPool:
             for file in files:
                 if left := _read_records(file):
                     for record in left:
-                        _end_session(record)
+                        end_session(record)
                     self._wait_free(file, on_wait)
             try:
                 for file in files:
@@ -171,7 +171,7 @@ def _write_record(file: IO[str], holder: str) -> None:
     file.flush()
 
 
-def _end_session(record: dict[str, Any]) -> None:
+def end_session(record: dict[str, Any]) -> None:
     """Ends what a dead holder left running: vLLM's workers do not inherit the lock but share its session.
 
     Only a session that the holder led is ended: another one is a login shell's or a daemon's. A living process whose

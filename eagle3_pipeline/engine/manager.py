@@ -12,7 +12,7 @@ from typing import Any
 
 from eagle3_pipeline.engine.breaker import CORE_KILLED_EXIT_CODE, read_failures, record_failure, reset_failures
 from eagle3_pipeline.engine.client import EngineClient
-from eagle3_pipeline.engine.lease import GpuPool, Lease
+from eagle3_pipeline.engine.lease import GpuPool, Lease, end_session
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.engine.state import EngineState, read_starts
 from eagle3_pipeline.errors import EngineError
@@ -57,10 +57,7 @@ class EngineManager:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Serialises start races; waiting here is waiting for the other starter's load.
         with atomic.exclusive(self.folder / f"{spec.engine_id}.lock", "engine", wait=True):
-            with contextlib.suppress(EngineError):
-                client = EngineClient(state)
-                # A host that is just dying still accepts connections; only one that answers is alive.
-                client.may_sample = _may_sample(client)
+            if client := _living(state):
                 log(f"reusing the engine {spec.describe()} (pid {state.read().get('pid')})")
                 return client
             failures = read_failures(state.folder)
@@ -69,9 +66,9 @@ class EngineManager:
                     f"the engine {spec.describe()} is not started again, it failed before: {failures.last}\nChange the "
                     "execution settings, or run eagle3 engine reset once the cause is gone"
                 )
-            if adopted := self._adopt(state, log):
-                adopted.may_sample, adopted.waited_s = _may_sample(adopted), time.monotonic() - asked
-                return adopted
+            if client := self._adopt(state, log):
+                client.waited_s = time.monotonic() - asked
+                return client
             if before_start:
                 before_start()
             client = self._start(spec, state, log)
@@ -97,10 +94,8 @@ class EngineManager:
         if state.is_alive():
             log(f"waiting for an engine that somebody else started (pid {state.read().get('pid')})")
         while state.is_alive():
-            if state.read().get("phase") == "ready":
-                with contextlib.suppress(EngineError):
-                    return EngineClient(state)
-                return None
+            if client := _living(state):
+                return client
             if state.read().get("phase") == "waiting":
                 self.retire_idle(keep=state.folder.name, log=log)
             time.sleep(_POLL_S)
@@ -168,9 +163,12 @@ class EngineManager:
                     _wait_gone(state)
 
     def stop_all(self, log: Log) -> None:
-        """Stops every engine, busy or idle."""
+        """Stops every engine, busy or idle, and what killed hosts left running."""
         for state in self.engines():
-            if state.is_alive():
+            if not state.is_alive():
+                if state.read().get("phase") not in (None, "stopped", "failed"):
+                    end_session(state.session())
+            else:
                 try:
                     with EngineClient(state) as client:
                         client.request("shutdown")
@@ -200,6 +198,17 @@ class EngineManager:
 
         with self.pool.acquire(count, holder, timeout_s, waiting) as lease:
             yield lease
+
+
+def _living(state: EngineState) -> EngineClient | None:
+    """A connection to a host that answers and whose engine lives; one that is just dying accepts connections too."""
+    with contextlib.suppress(EngineError):
+        client = EngineClient(state)
+        if not client.request("info")["failed"]:
+            client.may_sample = _may_sample(client)
+            return client
+        client.close()
+    return None
 
 
 def _may_sample(client: EngineClient) -> bool:

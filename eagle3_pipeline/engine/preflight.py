@@ -34,8 +34,8 @@ class Check:
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes as GiB."""
-    return f"{num_bytes / GIB:,.1f} GiB"
+    """Bytes as GiB; small ones as MiB."""
+    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def check_gpus(spec_gpus: int, gpus: Sequence[GpuMemory], utilization: float) -> list[Check]:

@@ -83,6 +83,12 @@ class EngineState:
             return process.status() != psutil.STATUS_ZOMBIE and process.create_time() == state.get("pid_started")
         return False
 
+    def session(self) -> dict[str, Any]:
+        """The host's session, as `end_session` takes it; hosts lead theirs."""
+        state = self.read()
+        pid = state.get("pid")
+        return {"holder": "engine", "pid": pid, "session": pid, "session_started": state.get("pid_started")}
+
     def count_start(self, spec: EngineSpec) -> None:
         """In the host: adds this start to the ledger."""
         line = {"engine_id": self.folder.name, "spec": spec.describe(), "pid": os.getpid(), "at": time.time()}

@@ -1,6 +1,6 @@
 """What every stage gets, and the one way in which stages are cached."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -139,16 +139,28 @@ class StageContext:
             raise StaleInputError(f"{self.spec.name}: {where} is not materialised; materialise it first")
         return artifact
 
-    def referenced(self) -> Iterator[Artifact]:
-        """Every artifact that this pipeline uses now; damaged ones are reported and left out."""
-        for stage, reference in self.references.all():
+    def verify(self) -> tuple[int, list[str]]:
+        """Compares every file that this pipeline uses with its checksum; damaged artifacts go to quarantine.
+
+        Returns:
+            How many artifacts were read, and what is wrong with the others.
+        """
+        sound, problems = 0, []
+        for stage, chunk in self.references.places():
+            reference = self.references.get(stage, chunk)
+            where = f"{stage}[{chunk}]" if chunk else stage
             try:
-                artifact = self.store.get(stage, reference.fingerprint)
+                artifact = self.store.get(stage, reference.fingerprint) if reference else None
+                if artifact:
+                    self.store.verify(artifact)
+                    sound += 1
+                else:
+                    problems.append(
+                        f"{where}: its reference or its artifact is gone or unreadable; materialise it again"
+                    )
             except CorruptArtifactError as error:
-                self.log(str(error))
-                continue
-            if artifact:
-                yield artifact
+                problems.append(f"{where}: {error}")
+        return sound, problems
 
     def all_chunks(self) -> list[str]:
         """Keys of all chunks that hold rows.

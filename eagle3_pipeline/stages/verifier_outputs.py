@@ -79,8 +79,7 @@ def materialise_outputs(
     if generations:
         upstream = context.upstream(ids.DATASET, chunk)
         identity = ids.generations_identity(context.spec, context.verifier, upstream.manifest.content_id)
-        one_pass = hidden_states and _one_pass(context)
-        captured = context.scratch(identity) / _CAPTURE if one_pass else None
+        captured = context.scratch(identity) / _CAPTURE if hidden_states and one_pass(context) else None
         made = context.materialise(
             identity, chunk, lambda writer: _generate(context, chunk, upstream, identity, writer, captured)
         )
@@ -90,7 +89,7 @@ def materialise_outputs(
     return ChunkOutputs(made, states)
 
 
-def _one_pass(context: StageContext) -> bool:
+def one_pass(context: StageContext) -> bool:
     """Whether to try to capture while generating.
 
     vLLM on CPU samples garbage from a capturing engine, greedy is right; elsewhere the engine's smoke test decides.
@@ -229,7 +228,7 @@ def _capture(
     rows = pq.read_table(sequences.path(SEQUENCES), columns=["sequence_id", "input_ids", "loss_mask"]).to_pylist()
     tokens = captured_tokens(rows)
     records = complete_records(context, captured, tokens) if captured else None
-    one_pass = records is not None
+    captured_before = records is not None
     speed: dict[str, float] = {}
     if captured and records:
         for path in captured.iterdir():
@@ -244,7 +243,7 @@ def _capture(
         "num_sequences": len(tokens),
         "num_tokens": sum(map(len, tokens.values())),
         "hidden_states_bytes": sum(path.stat().st_size for path in writer.folder.glob("shard-*.safetensors")),
-        "one_pass": float(one_pass),
+        "one_pass": float(captured_before),
         **statistics,
         **speed,
     }

@@ -1,4 +1,4 @@
-"""`pipelines/<P>/<stage>/<chunk>.json`: which artifact a pipeline uses where; what `gc` counts."""
+"""`pipelines/<P>/<stage>/<chunk>.json`: which artifact a pipeline uses where."""
 
 import json
 from collections.abc import Iterator
@@ -45,10 +45,7 @@ class References:
         except (OSError, ValueError, TypeError):
             return None
 
-    def all(self) -> Iterator[tuple[str, Reference]]:
-        """All pointers, with their stages."""
+    def places(self) -> Iterator[tuple[str, str | None]]:
+        """(stage, chunk) of every reference file, readable or not."""
         for path in sorted(self.folder.glob("*/*.json")):
-            chunk = None if path.stem == UNPARTITIONED else path.stem
-            reference = self.get(path.parent.name, chunk)
-            if reference:
-                yield path.parent.name, reference
+            yield path.parent.name, None if path.stem == UNPARTITIONED else path.stem

@@ -1,0 +1,126 @@
+"""`eagle3 materialize` and `eagle3 verify`: what is fresh is also what is used; damage and emptiness are told."""
+
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from eagle3_pipeline.assets import jobs, launch
+from eagle3_pipeline.cli import main
+from eagle3_pipeline.definitions import build_definitions
+from eagle3_pipeline.errors import Eagle3Error, StaleInputError
+from eagle3_pipeline.planning import plan
+from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline_tests.assets.conftest import Pipeline
+from eagle3_pipeline_tests.assets.test_graph import FIRST, SECOND
+
+
+@pytest.fixture(autouse=True)
+def _chunks_and_vocabulary_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake engine's states train nothing."""
+    monkeypatch.setitem(jobs.JOB_STAGES, jobs.MEASURE_BASELINE, (ids.VERIFIER,))
+    monkeypatch.setitem(jobs.JOB_STAGES, jobs.TRAIN_AND_EVALUATE, (ids.VOCAB_MAP,))
+
+
+def materialise(pipeline: Pipeline) -> launch.Launched:
+    spec = pipeline.spec
+    return launch.materialise_stale(spec, build_definitions([spec]), pipeline.instance, print)
+
+
+def answer_length(pipeline: Pipeline, chunk: str) -> float:
+    """Supervised tokens of the artifact that the pipeline uses."""
+    return pipeline.context.upstream(ids.SYNTHETIC_GENERATIONS, chunk).manifest.metrics["num_supervised_tokens"]
+
+
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments, catch_exceptions=False)
+
+
+def test_settings_that_come_back_are_used_again(pipeline: Pipeline) -> None:
+    """Six tokens, then three, then six again: the plan is fresh, and what the next stages read must be the six."""
+    materialise(pipeline)
+    long = answer_length(pipeline, FIRST)
+    pipeline.configure(generation={"max_new_tokens": 3})
+    materialise(pipeline)
+    assert answer_length(pipeline, FIRST) < long
+    pipeline.configure()
+    assert {row.status.value for row in plan(pipeline.context).rows if row.chunk} == {"fresh"}
+    starts = pipeline.num_starts()
+    launched = materialise(pipeline)
+    assert launched.num_runs > 0
+    assert pipeline.num_starts() == starts, "nothing is computed, only pointed to"
+    assert answer_length(pipeline, FIRST) == answer_length(pipeline, SECOND) == long
+    assert materialise(pipeline).num_runs == 0
+
+
+def test_a_second_pipeline_shares_what_is_there(pipeline: Pipeline) -> None:
+    materialise(pipeline)
+    starts = pipeline.num_starts()
+    copy = Pipeline(pipeline.home, "copy", pipeline.instance)
+    copy.configure(vocab={"draft_vocab_size": 32})
+    copy.sync()
+    materialise(copy)
+    assert copy.num_starts() == starts
+    for stage in ids.CHUNK_STAGES:
+        assert copy.context.upstream(stage, SECOND).folder == pipeline.context.upstream(stage, SECOND).folder
+    assert copy.context.upstream(ids.VOCAB_MAP).manifest.metrics["draft_vocab_size"] == 32
+
+
+def test_two_passes_load_each_engine_once(pipeline: Pipeline) -> None:
+    pipeline.configure(generation={"temperature": 0.7})
+    materialise(pipeline)
+    assert pipeline.num_starts() == 2, "one engine generates all chunks, then one captures all"
+
+
+def test_a_pipeline_without_chunks_starts_no_engine(pipeline: Pipeline) -> None:
+    other = Pipeline(pipeline.home, "empty", pipeline.instance)
+    with pytest.raises(StaleInputError, match="run eagle3 sync-chunks empty"):
+        materialise(other)
+    assert other.num_starts() == 0
+
+
+def test_a_failed_run_is_told_without_a_traceback(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(*_: object) -> None:
+        raise ValueError("unforeseen")
+
+    monkeypatch.setattr("eagle3_pipeline.assets.dataset.materialise_dataset", break_down)
+    with pytest.raises(Eagle3Error, match="unforeseen") as caught:
+        materialise(pipeline)
+    assert "Traceback" not in str(caught.value) and "Stack Trace" not in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest", "folder", "reference"])
+def test_verify_finds_every_damage(pipeline: Pipeline, damage: str) -> None:
+    pipeline.run_chunk(FIRST)
+    assert command("verify", "fake").exit_code == 0
+    artifact = pipeline.context.upstream(ids.HIDDEN_STATES, FIRST)
+    shard = artifact.folder / "shard-00000.safetensors"
+    if damage == "flip":
+        data = bytearray(shard.read_bytes())
+        data[5000] ^= 1
+        shard.write_bytes(data)
+    elif damage == "truncate":
+        os.truncate(shard, shard.stat().st_size - 10)
+    elif damage == "remove":
+        (artifact.folder / "index.parquet").unlink()
+    elif damage == "manifest":
+        (artifact.folder / "manifest.json").write_text("{")
+    elif damage == "folder":
+        artifact.folder.rename(pipeline.home / "elsewhere")
+    else:
+        (pipeline.context.references.folder / "hidden_states" / f"{FIRST}.json").write_text("{")
+    for _ in range(2):
+        result = command("verify", "fake")
+        assert result.exit_code == 1
+        assert f"hidden_states[{FIRST}]" in result.output
+        assert "1 are not" in result.output
+
+
+def test_a_home_that_cannot_be_written_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("EAGLE3_HOME", str(blocked / "home"))
+    result = command("home")
+    assert result.exit_code == 1
+    assert "StoreError: cannot write" in result.output
