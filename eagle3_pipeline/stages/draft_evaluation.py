@@ -82,8 +82,8 @@ def _produce(
     rows.append(_pooled_row(rows, served, list(speeds.values())))
     metrics = _metrics(rows[-1], simulated, untrained) | {"num_engine_starts": float(started)}
     notes.append(
-        "Undrafted speed was measured on the engine that also captures hidden states; a plain engine is faster, "
-        "so speed-up is an upper bound. `make bench` measures the difference."
+        "Undrafted speed was measured on the engine that also captures hidden states; `make bench` tells what "
+        "capturing costs on a machine."
     )
     pq.write_table(pa.Table.from_pylist(rows, EVALUATION_SCHEMA), writer.folder / EVALUATION)
     (writer.folder / REPORT).write_text(markdown_report(context.spec.name, rows, metrics, notes))
