@@ -103,6 +103,10 @@ class _Planner:
         order = {stage: position for position, stage in enumerate(ids.FORMAT_VERSIONS)}
         return Plan(spec.name, sorted(self._rows, key=lambda row: (order[row.stage], row.chunk)))
 
+    def plan_chunk(self, key: str) -> Plan:
+        self._chunk(self._context.registry.chunk(key))
+        return Plan(self._context.spec.name, self._rows)
+
     def _chunk(self, chunk: Chunk) -> tuple[Artifact | None, Artifact | None]:
         """Plans a chunk; returns its generations and states where they are fresh."""
         context, spec, verifier = self._context, self._context.spec, self._context.verifier
@@ -246,3 +250,12 @@ def plan(context: StageContext) -> Plan:
         ConfigError: the verifier or the evaluation prompts cannot be read.
     """
     return _Planner(context).plan()
+
+
+def plan_chunk(context: StageContext, key: str) -> Plan:
+    """The lines of one chunk; its cost does not grow with the number of chunks' artifacts.
+
+    Raises:
+        ConfigError: the verifier cannot be read.
+    """
+    return _Planner(context).plan_chunk(key)

@@ -12,7 +12,7 @@ from eagle3_pipeline.assets.common import asset_key
 from eagle3_pipeline.assets.partitions import publish_chunks
 from eagle3_pipeline.config import PipelineSpec, project_home
 from eagle3_pipeline.errors import Eagle3Error
-from eagle3_pipeline.planning import Plan, plan
+from eagle3_pipeline.planning import Plan, plan, plan_chunk
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.stages.verifier_outputs import one_pass
@@ -110,7 +110,8 @@ def _run_job(
     """Runs the stages of a job that the plan asks for; `target` is the job and the chunk."""
     job, chunk = target
     wanted = [stage for stage in jobs.JOB_STAGES[job] if among is None or stage in among]
-    stages = list(_todo(plan(context), wanted, chunk))
+    current = plan_chunk(context, chunk) if chunk else plan(context)
+    stages = list(_todo(current, wanted, chunk))
     if not stages:
         return
     before = len(context.engines.starts())

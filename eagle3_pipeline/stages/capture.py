@@ -43,11 +43,14 @@ def prefill(context: StageContext, what: str, tokens: Tokens, identity: Identity
     num_tokens = sum(map(len, tokens.values()))
     context.require_capture_space(folder, num_tokens)
     scratch = context.scratch(identity)
-    rows = [{"sequence_id": i, "input_ids": ids.tolist()} for i, ids in tokens.items()]
-    batch = PromptBatch(what, scratch, rows, {"temperature": 0.0, "max_tokens": 1}, folder)
-    _, speed = run_prompts(context, context.capturing_engine_spec(), batch)
+    _, speed = run_prompts(context, context.capturing_engine_spec(), _prefill_batch(what, scratch, tokens, folder))
     shutil.rmtree(scratch, ignore_errors=True)
     return speed
+
+
+def _prefill_batch(what: str, scratch: Path, tokens: Tokens, folder: Path) -> PromptBatch:
+    rows = [{"sequence_id": i, "input_ids": ids.tolist()} for i, ids in tokens.items()]
+    return PromptBatch(what, scratch, rows, {"temperature": 0.0, "max_tokens": 1}, folder)
 
 
 def seal_capture(
@@ -133,24 +136,18 @@ def check_alone(
     chosen = sorted(tokens, key=lambda i: (len(tokens[i]), i))[len(tokens) // 2]
     alone = context.scratch(identity) / "alone"
     shutil.rmtree(alone, ignore_errors=True)
-    rows = [{"sequence_id": chosen, "input_ids": tokens[chosen].tolist()}]
-    sampling = {"temperature": 0.0, "max_tokens": 1}
-    run_prompts(context, engine, PromptBatch("capturing one sequence alone", alone, rows, sampling, alone / "states"))
-    records = complete_records(context, alone / "states", {chosen: tokens[chosen]})
+    single = {chosen: tokens[chosen]}
+    run_prompts(context, engine, _prefill_batch("capturing one sequence alone", alone, single, alone / "states"))
+    records = complete_records(context, alone / "states", single)
     if records is None:
         raise CaptureError(f"{where}: sequence {chosen} was not captured when it was sent alone")
-    seal_shards(
-        alone / "states",
-        records.values(),
-        {chosen: tokens[chosen]},
-        context.verifier.geometry(context.spec.capture),
-        {},
-    )
+    geometry = context.verifier.geometry(context.spec.capture)
+    seal_shards(alone / "states", records.values(), single, geometry, {})
     difference = _difference(states_of(folder, chosen), states_of(alone / "states", chosen))
     shutil.rmtree(alone)
     worst = int(difference.argmax())
     if difference[worst] > tolerance:
-        layer = context.verifier.geometry(context.spec.capture).layer_ids[worst]
+        layer = geometry.layer_ids[worst]
         raise CaptureError(
             f"{where}: the states of sequence {chosen} at layer {layer} differ by {difference[worst]:.1%} from those "
             f"of the same sequence captured alone, capture.recapture_tolerance allows {tolerance:.0%}"
