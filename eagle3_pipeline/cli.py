@@ -136,11 +136,13 @@ def verify(pipeline: str) -> None:
 
 @main.command()
 @_pipeline_argument
-def preflight(pipeline: str) -> None:
+@click.option("--dummy-load", is_flag=True, help="Start the engine with random weights, too: minutes, not a full load.")
+def preflight(pipeline: str, dummy_load: bool) -> None:
     """Check model, template, GPUs, memory and disk before anything is loaded; exits 1 if a line fails."""
     from eagle3_pipeline.stages.preflight import preflight as run_checks
 
-    checks = run_checks(StageContext(find_pipeline(pipeline)), offline=True)
+    context = StageContext(find_pipeline(pipeline), log=lambda line: click.echo(line, err=True))
+    checks = run_checks(context, offline=True, dummy_load=dummy_load)
     for check in checks:
         click.secho(check.line(), fg=None if check.passed else "red")
     sys.exit(0 if all(check.passed for check in checks) else 1)

@@ -203,9 +203,25 @@ class ResourcesSpec(Section):
     max_num_batched_tokens: int = execution(8192, "tokens of one engine step", ge=16)
     max_num_seqs: int = execution(256, "sequences of one engine step", ge=1)
     enforce_eager: bool = execution(False, "skip CUDA graphs")
+    dummy_load: bool = execution(
+        False, "before every load, start the same engine once with random weights: what does not fit shows in minutes"
+    )
     idle_timeout_s: float = execution(300.0, "an engine without clients exits after this", gt=0)
     start_timeout_s: float = execution(3600.0, "longest engine start", gt=0)
     lease_timeout_s: float = execution(86400.0, "longest wait for a GPU", gt=0)
+
+
+class ScheduleSpec(Section):
+    """When the draft is retrained by itself, and what is enough for it. Schedules are stopped until switched on."""
+
+    cron: str = execution("30 2 * * *", "when `nightly_retrain` looks, as a cron expression")
+    timezone: str = execution("UTC", "time zone of `cron`, e.g. Europe/Berlin")
+    min_new_fraction: float = execution(
+        0.0, "with new data only, retrain once it is at least this share of all rows; 0: any new row", ge=0, le=1
+    )
+    min_fresh_fraction: float = execution(
+        1.0, "vocabulary and training need at least this share of the chunks; the others are left out", gt=0, le=1
+    )
 
 
 class PipelineSpec(Section):
@@ -222,6 +238,7 @@ class PipelineSpec(Section):
     evaluation: EvaluationSpec = EvaluationSpec()
     publish: PublishSpec = PublishSpec()
     resources: ResourcesSpec = ResourcesSpec()
+    schedule: ScheduleSpec = ScheduleSpec()
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "PipelineSpec":

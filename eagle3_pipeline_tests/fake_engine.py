@@ -5,8 +5,8 @@ the host starts:
 
 - `EAGLE3_FAKE_LOAD_S`: seconds of loading; default 0.
 - `EAGLE3_FAKE_DELAY_S`: seconds of an answer; default 0.
-- `EAGLE3_FAKE_FAIL`: `start` (loading raises), `write_error`, `disk_full` (the writer loses every sequence),
-  `short_capture` (one row is missing), `generate` (requests end without an answer),
+- `EAGLE3_FAKE_FAIL`: `start` (loading raises), `dummy` (loading random weights raises), `write_error`, `disk_full`
+  (the writer loses every sequence), `short_capture` (one row is missing), `generate` (requests end without an answer),
   `garbage` (the smoke test finds sampling implausible). `FAIL:TEXT` fails only requests
   whose sequence id holds TEXT.
 - `EAGLE3_FAKE_LOG`: a file that gets one line per finished request and one per aborted request.
@@ -127,7 +127,7 @@ class FakeBackend:
         await self._pass_gate("core")
         await self._pass_gate("loading")
         await asyncio.sleep(float(os.environ.get("EAGLE3_FAKE_LOAD_S", "0")))
-        if self._fail == "start":
+        if self._fail == "start" or (self._fail == "dummy" and spec.load_format == "dummy"):
             raise RuntimeError("the fake engine was told not to start")
         self._spec = spec
         config = Path(spec.model_path) / "config.json"

@@ -77,7 +77,7 @@ def test_an_unknown_section_is_refused_with_the_sections_there_are(tmp_path: Pat
     message = _refused(tmp_path, {**MINIMAL, "trainig": {}})
     assert (
         "trainig: unknown key; allowed keys: verifier, dataset, generation, capture, vocab, draft, training, "
-        "evaluation, publish, resources" in message
+        "evaluation, publish, resources, schedule" in message
     )
 
 
@@ -250,6 +250,7 @@ EXECUTION = {
     "vocab": {"min_coverage"},
     "training": {"device", "num_workers", "num_threads", "attention", "log_every_s"},
     "resources": set(SECTIONS["resources"].model_fields),
+    "schedule": set(SECTIONS["schedule"].model_fields),
 }
 LOCATORS = {
     "verifier": {"model", "revision"},
@@ -349,9 +350,14 @@ IRRELEVANT: list[tuple[str, str, Any]] = [
     ("resources", "max_num_batched_tokens", 99),
     ("resources", "max_num_seqs", 99),
     ("resources", "enforce_eager", True),
+    ("resources", "dummy_load", True),
     ("resources", "idle_timeout_s", 9.0),
     ("resources", "start_timeout_s", 9.0),
     ("resources", "lease_timeout_s", 9.0),
+    ("schedule", "cron", "0 4 * * *"),
+    ("schedule", "timezone", "Europe/Berlin"),
+    ("schedule", "min_new_fraction", 0.1),
+    ("schedule", "min_fresh_fraction", 0.5),
 ]
 
 

@@ -7,14 +7,16 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice, pairwise, repeat
 from pathlib import Path
 
-from eagle3_pipeline.config import DatasetSpec, PipelineSpec, expand
+from eagle3_pipeline.config import DatasetSpec, PipelineSpec
 from eagle3_pipeline.data.conversations import conversation_id, normalise
-from eagle3_pipeline.data.sources import RawRow, read_rows, source_files
+from eagle3_pipeline.data.seen_sources import SeenSources
+from eagle3_pipeline.data.sources import RawRow, read_rows
 from eagle3_pipeline.errors import DataError, StoreError
 from eagle3_pipeline.store import atomic
 from eagle3_pipeline.store.fingerprint import digest
 
 REGISTRY_NAME = "chunks.jsonl"
+SEEN_NAME = "seen_sources.npz"
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,7 @@ class ChunkRegistry:
         Raises:
             StoreError: the registry is damaged.
         """
-        if not self._path.exists():
-            return []
-        try:
-            rows = [json.loads(line) for line in self._path.read_bytes().splitlines()]
-            return [Chunk(**{**row, "duplicate_rows": tuple(row["duplicate_rows"])}) for row in rows]
-        except (ValueError, TypeError, KeyError) as error:
-            raise StoreError(f"chunk registry {self._path} is damaged: {error}") from error
+        return self._parse(self._path.read_bytes().splitlines()) if self._path.exists() else []
 
     def chunk(self, key: str) -> Chunk:
         """The chunk of this key.
@@ -94,19 +90,30 @@ class ChunkRegistry:
         Raises:
             StoreError: there is none.
         """
-        for chunk in self.chunks():
-            if chunk.key == key:
-                return chunk
+        # One line of possibly ten thousand: `asdict` writes the key first.
+        start = f'{{"key": {json.dumps(key)},'.encode()
+        lines = self._path.read_bytes().splitlines() if self._path.exists() else []
+        for line in lines:
+            if line.startswith(start):
+                return self._parse([line])[0]
         raise StoreError(f"chunk {key} is not in {self._path}; run eagle3 sync-chunks")
+
+    def _parse(self, lines: list[bytes]) -> list[Chunk]:
+        try:
+            rows = [json.loads(line) for line in lines]
+            return [Chunk(**{**row, "duplicate_rows": tuple(row["duplicate_rows"])}) for row in rows]
+        except (ValueError, TypeError, KeyError) as error:
+            raise StoreError(
+                f"chunk registry {self._path} is damaged: {error}; restore it, or remove it and run eagle3 sync-chunks "
+                "(chunks keep their keys if the files are still there in the same order)"
+            ) from error
 
     def sync(self, spec: PipelineSpec) -> SyncResult:
         """Compares the source with the registry and appends what is new; serial, under a lock."""
         with atomic.exclusive(self._folder / "chunks.lock", f"chunk registry of {spec.name}", wait=True):
             old = self.chunks()
-            new = _scan(spec.dataset, old)
-            lines = "".join(json.dumps(asdict(chunk)) + "\n" for chunk in new)
-            if new != old:
-                atomic.write_bytes(self._path, lines.encode())
+            seen = SeenSources.load(self._folder / SEEN_NAME, spec.dataset)
+            new = old if seen.nothing_changed(old) else self._rescan(spec.dataset, old, seen)
         before = {chunk.key: chunk.content_id for chunk in old}
         return SyncResult(
             added=[c.key for c in new if c.key not in before],
@@ -114,10 +121,18 @@ class ChunkRegistry:
             unchanged=[c.key for c in new if before.get(c.key) == c.content_id],
         )
 
+    def _rescan(self, spec: DatasetSpec, old: list[Chunk], seen: SeenSources) -> list[Chunk]:
+        new = _scan(spec, old, seen)
+        lines = "".join(json.dumps(asdict(chunk)) + "\n" for chunk in new)
+        if new != old:
+            atomic.write_bytes(self._path, lines.encode())
+        seen.save()
+        return new
 
-def _scan(spec: DatasetSpec, old: list[Chunk]) -> list[Chunk]:
+
+def _scan(spec: DatasetSpec, old: list[Chunk], seen: SeenSources) -> list[Chunk]:
     """The registry after a look at the source: known chunks in their places, new ones behind them."""
-    files = [expand(spec.path)] if spec.source == "huggingface" else [str(p) for p in source_files(spec)]
+    files = list(seen.stamps)
     known: dict[str, list[Chunk]] = {file: [] for file in files}
     for chunk in old:
         known.setdefault(chunk.file, []).append(chunk)
@@ -130,6 +145,11 @@ def _scan(spec: DatasetSpec, old: list[Chunk]) -> list[Chunk]:
     conversations: dict[str, list[bytes | None]] = {}
     next_key = len(old)
     for file in ordered:
+        # A limit on all samples makes what one file may give depend on the others.
+        if spec.max_samples is None and (cached := seen.conversations(file, known[file])) is not None:
+            by_key |= {chunk.key: chunk for chunk in known[file] if chunk.num_rows}
+            conversations |= cached
+            continue
         rows = islice(read_rows(spec, file), budget.open(file))
         for previous, block in _cut(rows, known[file], spec.samples_per_chunk):
             key = previous.key if previous else f"{next_key:06d}"
@@ -138,9 +158,10 @@ def _scan(spec: DatasetSpec, old: list[Chunk]) -> list[Chunk]:
             conversations[key] = [_conversation(row, spec.format) for row in block]
             budget.spend(len(block))
     # In the order of keys, so that "the first occurrence of a conversation wins" never takes one from an old chunk.
-    seen: set[bytes] = set()
+    before: set[bytes] = set()
     for key in sorted(by_key):
-        by_key[key] = _mark_duplicates(by_key[key], conversations[key], seen)
+        by_key[key] = _mark_duplicates(by_key[key], conversations[key], before)
+    seen.keep(conversations, {key: chunk.file for key, chunk in by_key.items()})
     gone = [replace(c, num_rows=0, content_hash="", duplicate_rows=()) for c in old if c.key not in by_key]
     return sorted([*by_key.values(), *gone], key=lambda c: c.key)
 

@@ -55,7 +55,14 @@ class GpuPool:
         self._num_gpus = num_gpus
 
     @contextlib.contextmanager
-    def acquire(self, count: int, holder: str, timeout_s: float, on_wait: Callable[[str], None]) -> Iterator[Lease]:
+    def acquire(
+        self,
+        count: int,
+        holder: str,
+        timeout_s: float,
+        on_wait: Callable[[str], None],
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> Iterator[Lease]:
         """Holds `count` GPUs (any count: the slot, on a CPU machine), all or nothing, in index order.
 
         Args:
@@ -63,6 +70,7 @@ class GpuPool:
             holder: what the devices are for; shown to those who wait.
             timeout_s: longest wait.
             on_wait: called with who holds what, about every 10 s of waiting.
+            while_waiting: called before every further try.
 
         Raises:
             LeaseError: more GPUs wanted than there are, or none became free in time.
@@ -70,7 +78,7 @@ class GpuPool:
         wanted = count if self._num_gpus else 1
         if wanted > len(self._slots):
             raise LeaseError(f"{wanted} GPUs wanted for {holder}, this machine's pool has {self._num_gpus}")
-        files = self._wait(wanted, holder, timeout_s, on_wait)
+        files = self._wait(wanted, holder, timeout_s, on_wait, while_waiting)
         try:
             # If this fails, the records stay: the next holder looks for left-overs again.
             for file in files:
@@ -100,7 +108,14 @@ class GpuPool:
                     found[slot] = next(iter(_read_records(file)), {"holder": "unknown"})
         return found
 
-    def _wait(self, wanted: int, holder: str, timeout_s: float, on_wait: Callable[[str], None]) -> list[IO[str]]:
+    def _wait(
+        self,
+        wanted: int,
+        holder: str,
+        timeout_s: float,
+        on_wait: Callable[[str], None],
+        while_waiting: Callable[[], None],
+    ) -> list[IO[str]]:
         started = time.monotonic()
         next_report = started + 1.0
         while True:
@@ -113,6 +128,7 @@ class GpuPool:
             if now >= next_report:
                 on_wait(f"{holder}: waiting for {wanted} of {', '.join(self._slots)}; {self._who()}")
                 next_report = now + 10.0
+            while_waiting()
             time.sleep(_POLL_S)
 
     def _wait_free(self, file: IO[str], on_wait: Callable[[str], None]) -> None:

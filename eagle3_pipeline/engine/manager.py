@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,13 @@ from eagle3_pipeline.workers import log_tail
 Log = Callable[[str], None]
 _POLL_S = 0.2
 _REPORT_EVERY_S = 10.0
-# An engine makes room for another one only after this long without work: between two chunks of one pipeline there are
-# moments without a client, and two pipelines that took turns at every chunk would load at every chunk.
-_YIELD_AFTER_S = 5.0
+_LONGEST_LOG_LINE = 160
+# An engine makes room only after some time without work. Between two chunks of one pipeline there are moments without a
+# client (with ten runs that start at once on two cores: 15 s), and two pipelines that took turns at every chunk would
+# load at every chunk. As long as a load takes is the right order: whoever waits less may pay for a load too many.
+_PATIENCE_S = (30.0, 120.0)
+# Evaluation and training come after all chunks of their pipeline, so engines of the same model are done.
+_SAME_MODEL_PATIENCE_S = 5.0
 
 
 class EngineManager:
@@ -56,7 +61,8 @@ class EngineManager:
         state = EngineState(self.folder / spec.engine_id)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Serialises start races; waiting here is waiting for the other starter's load.
-        with atomic.exclusive(self.folder / f"{spec.engine_id}.lock", "engine", wait=True):
+        lock = self.folder / f"{spec.engine_id}.lock"
+        with atomic.exclusive(lock, f"start of the engine {spec.describe()}", wait=True, on_wait=log):
             if client := _living(state):
                 log(f"reusing the engine {spec.describe()} (pid {state.read().get('pid')})")
                 return client
@@ -75,6 +81,17 @@ class EngineManager:
             client.started, client.waited_s = True, time.monotonic() - asked
             client.may_sample = _may_sample(client)
             return client
+
+    def rehearse(self, spec: EngineSpec, log: Log) -> None:
+        """Starts an engine of this spec with random weights and stops it: what does not fit fails without their load.
+
+        Raises:
+            EngineError: it does not start; the message holds its log's tail.
+        """
+        rehearsal = replace(spec, load_format="dummy")
+        with self.acquire(rehearsal, log) as client:
+            client.request("shutdown")
+        _wait_gone(EngineState(self.folder / rehearsal.engine_id))
 
     def is_running(self, spec: EngineSpec) -> bool:
         """Whether an engine of this spec is ready."""
@@ -97,13 +114,13 @@ class EngineManager:
             if client := _living(state):
                 return client
             if state.read().get("phase") == "waiting":
-                self.retire_idle(keep=state.folder.name, log=log)
+                self.retire_idle(log, state.spec())
             time.sleep(_POLL_S)
         return None
 
     def _start(self, spec: EngineSpec, state: EngineState, log: Log) -> EngineClient:
-        last_load = state.read().get("load_s")
-        took = f"; its last load took {last_load:.0f} s" if last_load else ""
+        expected_s = self._expected_load_s(spec)
+        took = f"; the last load of this model took {expected_s:.0f} s" if expected_s else ""
         state.prepare(spec)
         log(f"starting an engine: {spec.describe()}; log: {state.log}{took}")
         with state.log.open("wb") as file:
@@ -123,13 +140,22 @@ class EngineManager:
                 env={**os.environ, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO")},
             )
         try:
-            return self._wait_ready(process, spec, state, log)
+            return self._wait_ready(process, spec, state, log, expected_s)
         except BaseException:
             process.terminate()
             raise
 
-    def _wait_ready(self, process: subprocess.Popen, spec: EngineSpec, state: EngineState, log: Log) -> EngineClient:
+    def _expected_load_s(self, spec: EngineSpec) -> float:
+        """Seconds of the last load of this model, by whatever engine; 0: unknown."""
+        known = [s.read() for s in self.engines() if s.spec().load_key == spec.load_key]
+        loads = [state for state in known if state.get("load_s")]
+        return max(loads, key=lambda state: state.get("since", 0.0))["load_s"] if loads else 0.0
+
+    def _wait_ready(
+        self, process: subprocess.Popen, spec: EngineSpec, state: EngineState, log: Log, expected_s: float
+    ) -> EngineClient:
         started = time.monotonic()
+        loading_since = 0.0
         next_report = started + _REPORT_EVERY_S
         while True:
             phase = state.read().get("phase", "starting")
@@ -146,20 +172,36 @@ class EngineManager:
                 record_failure(state.folder, message, deterministic=own_fault)
                 raise EngineError(message)
             if phase == "waiting":
-                self.retire_idle(keep=spec.engine_id, log=log)
-            if time.monotonic() >= next_report:
-                log(f"engine {phase} for {time.monotonic() - started:.0f} s")
+                self.retire_idle(log, spec)
+            now = time.monotonic()
+            if phase == "loading":
+                loading_since = loading_since or now
+            if now >= next_report:
+                log(_progress(phase, now - started, now - loading_since if loading_since else 0.0, expected_s, state))
                 next_report += _REPORT_EVERY_S
             time.sleep(_POLL_S)
 
-    def retire_idle(self, log: Log, keep: str = "") -> None:
-        """Asks every idle engine but `keep` to exit and waits for those that do."""
+    def retire_idle(self, log: Log, wanted: EngineSpec | None = None, after_chunks_of: str = "") -> None:
+        """Asks engines that have been idle for long enough to exit and waits for those that do.
+
+        Args:
+            log: takes progress lines.
+            wanted: the engine that needs their devices, if one does.
+            after_chunks_of: `model_id` of a verifier whose chunks are done.
+        """
+        if wanted and wanted.draft_path:
+            after_chunks_of = wanted.model_id
         for state in self.engines():
-            if state.folder.name == keep or not state.is_alive():
+            if not state.is_alive() or (wanted and state.folder.name == wanted.engine_id):
                 continue
+            spec = state.spec()
+            shortest, longest = _PATIENCE_S
+            patience = min(max(shortest, state.read().get("load_s", 0.0)), longest)
+            if spec.model_id == after_chunks_of:
+                patience = min(patience, _SAME_MODEL_PATIENCE_S)
             with contextlib.suppress(EngineError), EngineClient(state) as client:
-                if client.request("retire", idle_s=_YIELD_AFTER_S)["retired"]:
-                    log(f"retiring the idle engine {state.spec().describe()}")
+                if client.request("retire", idle_s=patience)["retired"]:
+                    log(f"retiring the idle engine {spec.describe()}")
                     _wait_gone(state)
 
     def stop_all(self, log: Log) -> None:
@@ -188,15 +230,14 @@ class EngineManager:
         return read_starts(self.folder)
 
     @contextlib.contextmanager
-    def lease(self, count: int, holder: str, timeout_s: float, log: Log) -> Iterator[Lease]:
-        """Devices for work without an engine (training); idle engines make room first."""
-        self.retire_idle(log)
+    def lease(self, count: int, holder: str, timeout_s: float, log: Log, model_id: str) -> Iterator[Lease]:
+        """Devices for work without an engine (training on the chunks of `model_id`); idle engines make room first."""
 
-        def waiting(message: str) -> None:
-            log(message)
-            self.retire_idle(log)
+        def make_room() -> None:
+            self.retire_idle(log, after_chunks_of=model_id)
 
-        with self.pool.acquire(count, holder, timeout_s, waiting) as lease:
+        make_room()
+        with self.pool.acquire(count, holder, timeout_s, log, make_room) as lease:
             yield lease
 
 
@@ -213,6 +254,13 @@ def _living(state: EngineState) -> EngineClient | None:
 
 def _may_sample(client: EngineClient) -> bool:
     return bool(client.request("info")["smoke"].get("may_sample"))
+
+
+def _progress(phase: str, elapsed_s: float, loading_s: float, expected_s: float, state: EngineState) -> str:
+    """A line about a start: how long, how much longer by the last load, and what the engine itself said last."""
+    left = f", about {expected_s - loading_s:.0f} s left" if expected_s > loading_s else ""
+    said = log_tail(state.log, 1).strip(" |\n")
+    return f"engine {phase} for {elapsed_s:.0f} s{left}" + (f"; its log: {said[-_LONGEST_LOG_LINE:]}" if said else "")
 
 
 def _wait_gone(state: EngineState, timeout_s: float = 60.0) -> None:

@@ -34,6 +34,7 @@ class EngineSpec:
         idle_timeout_s: exit after this long without clients.
         start_timeout_s: longest start.
         lease_timeout_s: longest wait for GPUs.
+        load_format: vLLM's; `dummy` makes random weights instead of reading files.
         backend: `module:Class` of the backend.
     """
 
@@ -56,12 +57,18 @@ class EngineSpec:
     idle_timeout_s: float = 300.0
     start_timeout_s: float = 3600.0
     lease_timeout_s: float = 86400.0
+    load_format: str = "auto"
     backend: str = VLLM_BACKEND
 
     @property
     def engine_id(self) -> str:
         """Identity of the spec: names the engine's state folder."""
         return digest(asdict(self))[:16]
+
+    @property
+    def load_key(self) -> tuple[str, int, str]:
+        """What decides how long a load takes."""
+        return self.model_id, self.num_gpus, self.load_format
 
     @property
     def row_bytes(self) -> int:
@@ -73,6 +80,8 @@ class EngineSpec:
         parts = [Path(self.model_path).name, self.dtype]
         if self.layer_ids:
             parts.append(f"capturing layers {list(self.layer_ids)}")
+        if self.load_format == "dummy":
+            parts.append("with random weights")
         if self.draft_path:
             parts.append(f"with a draft of {self.num_speculative_tokens} tokens")
         return " ".join(parts)

@@ -16,6 +16,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": spec.model_path,
         "dtype": spec.dtype,
+        "load_format": spec.load_format,
         "trust_remote_code": spec.trust_remote_code,
         "skip_tokenizer_init": True,
         "max_model_len": spec.max_model_len,

@@ -1,12 +1,14 @@
 """The `draft_checkpoint` asset: trains the draft on all chunks in a worker process."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from eagle3_pipeline.data.verifier import is_local
 from eagle3_pipeline.errors import TrainingError
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
+from eagle3_pipeline.stages.current import current_chunks
 from eagle3_pipeline.stages.progress import ProgressLog
 from eagle3_pipeline.stages.verifier_outputs import SEQUENCES
 from eagle3_pipeline.stages.vocab_map import VOCAB_MAP_FILE
@@ -25,12 +27,11 @@ def materialise_checkpoint(context: StageContext) -> StageResult:
     """Trains, or returns the checkpoint of the same data and settings.
 
     Raises:
-        StaleInputError: a chunk or the vocabulary is not materialised.
+        StaleInputError: too many chunks, or the vocabulary, are not materialised.
         TrainingError: with the worker's message or its log's tail.
     """
-    chunks = context.all_chunks()
-    sequences = {key: context.upstream(ids.SYNTHETIC_GENERATIONS, key) for key in chunks}
-    states = {key: context.upstream(ids.HIDDEN_STATES, key) for key in chunks}
+    chunks = current_chunks(context)
+    sequences, states = chunks.generations, chunks.hidden_states
     vocab = context.upstream(ids.VOCAB_MAP)
     identity = ids.checkpoint_identity(
         context.spec, context.verifier, vocab.manifest.content_id, _contents(sequences), _contents(states)
@@ -39,7 +40,7 @@ def materialise_checkpoint(context: StageContext) -> StageResult:
     def produce(writer: ArtifactWriter) -> Produced:
         folders = [
             {"chunk": key, "sequences": str(sequences[key].path(SEQUENCES)), "hidden_states": str(states[key].folder)}
-            for key in chunks
+            for key in states
         ]
         for artifact in states.values():
             context.store.verify(artifact)
@@ -51,7 +52,7 @@ def materialise_checkpoint(context: StageContext) -> StageResult:
     return context.materialise(identity, None, produce)
 
 
-def _contents(artifacts: dict[str, Artifact]) -> dict[str, str]:
+def _contents(artifacts: Mapping[str, Artifact]) -> dict[str, str]:
     return {key: artifact.manifest.content_id for key, artifact in artifacts.items()}
 
 
@@ -87,7 +88,8 @@ def run_training_worker(context: StageContext, job: dict[str, Any], identity: Id
             context.log(f"{what}: {event['message']}")
 
     timeout = context.spec.resources.lease_timeout_s
-    with context.engines.lease(1, f"{what} of {context.spec.name}", timeout, context.log) as lease:
+    holder, model = f"{what} of {context.spec.name}", context.verifier.content_id
+    with context.engines.lease(1, holder, timeout, context.log, model) as lease:
         where = f"{context.spec.name}: {what}"
         folder = context.scratch(identity)
         return run_worker(WORKER, job, folder, on_event, TrainingError, where, lease.environment())

@@ -20,6 +20,8 @@ def open_engine(context: StageContext, engine: EngineSpec) -> EngineClient:
     def check() -> None:
         # What fails for want of a file, a layer or a template raises where the stage reads it, before this.
         _require(engine_checks(context, engine, context.verifier))
+        if context.spec.resources.dummy_load:
+            context.engines.rehearse(engine, context.log)
 
     return context.engines.acquire(engine, context.log, before_start=check)
 

@@ -1,6 +1,7 @@
 """Fingerprints of all stages: which semantic keys and which inputs each one reads. The planner uses the same."""
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 from eagle3_pipeline.config import PipelineSpec
@@ -8,6 +9,7 @@ from eagle3_pipeline.data.registry import Chunk
 from eagle3_pipeline.data.verifier import Verifier
 from eagle3_pipeline.stages.context import Identity
 from eagle3_pipeline.store.fingerprint import fingerprint
+from eagle3_pipeline.store.objects import Artifact
 
 VERIFIER = "verifier"
 DATASET = "dataset"
@@ -20,6 +22,7 @@ DRAFT_EVALUATION = "draft_evaluation"
 PUBLISHED_DRAFT = "published_draft"
 
 CHUNK_STAGES = (DATASET, SYNTHETIC_GENERATIONS, HIDDEN_STATES)
+TAIL_STAGES = (VOCAB_MAP, BASELINE, DRAFT_CHECKPOINT, DRAFT_EVALUATION, PUBLISHED_DRAFT)
 
 # Raised when a stage's code or file format changes what it produces.
 FORMAT_VERSIONS = {
@@ -97,6 +100,11 @@ def hidden_states_identity(spec: PipelineSpec, verifier: Verifier, input_ids_con
 def vocab_identity(spec: PipelineSpec, verifier: Verifier, token_counts: dict[str, str]) -> Identity:
     """The draft vocabulary over all chunks' token counts."""
     return identify(spec, VOCAB_MAP, {"vocab_size": verifier.vocab_size, "token_counts": token_counts})
+
+
+def token_count_contents(generations: Mapping[str, Artifact]) -> dict[str, str]:
+    """Content ids of the chunks' supervised-token counts, by key."""
+    return {key: artifact.manifest.content_ids["token_counts"] for key, artifact in generations.items()}
 
 
 def baseline_identity(spec: PipelineSpec, verifier: Verifier, prompts: bytes) -> Identity:

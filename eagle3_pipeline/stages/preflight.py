@@ -7,7 +7,7 @@ from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.data.verifier import Verifier
 from eagle3_pipeline.engine.devices import gpu_memory
 from eagle3_pipeline.engine.preflight import Check, check_disk, check_gpus, check_writable
-from eagle3_pipeline.errors import ConfigError
+from eagle3_pipeline.errors import ConfigError, EngineError
 from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.stages.engines import engine_checks
 from eagle3_pipeline.stages.prompting import chat_template
@@ -16,12 +16,13 @@ from eagle3_pipeline.store.shards import Geometry
 Found = TypeVar("Found")
 
 
-def preflight(context: StageContext, offline: bool = False) -> list[Check]:
+def preflight(context: StageContext, offline: bool = False, dummy_load: bool = False) -> list[Check]:
     """All checks of a pipeline.
 
     Args:
         context: the pipeline.
         offline: look for the verifier on this machine only, do not fetch it.
+        dummy_load: if all other checks pass, start the engine with random weights, too, and stop it.
     """
     spec = context.spec
     verifier, checks = _attempt("verifier files", "whole", lambda: context.find_verifier(offline))
@@ -38,7 +39,19 @@ def preflight(context: StageContext, offline: bool = False) -> list[Check]:
         wanted = spec.resources.tensor_parallel_size if spec.resources.num_gpus != 0 else 0
         checks += check_gpus(wanted, gpu_memory(), spec.resources.gpu_memory_utilization) if wanted else []
     checks.append(check_writable(context.engines.folder))
+    if dummy_load and all(check.passed for check in checks):
+        checks.append(_rehearse(context))
     return checks
+
+
+def _rehearse(context: StageContext) -> Check:
+    what, needed = "a start with random weights", "an engine that answers"
+    try:
+        context.engines.rehearse(context.capturing_engine_spec(), context.log)
+    except EngineError as error:
+        advice = "see the log's end above; lower resources.max_num_batched_tokens or gpu_memory_utilization"
+        return Check(what, False, str(error), needed, advice)
+    return Check(what, True, needed, needed)
 
 
 def _attempt(what: str, needed: str, action: Callable[[], Found]) -> tuple[Found | None, list[Check]]:

@@ -6,6 +6,7 @@ from eagle3_pipeline.data.vocab import build_vocab_map
 from eagle3_pipeline.errors import DataError
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.context import Produced, StageContext, StageResult
+from eagle3_pipeline.stages.current import current_generations
 from eagle3_pipeline.stages.verifier_outputs import TOKEN_COUNTS
 from eagle3_pipeline.store.fingerprint import digest, file_checksum
 from eagle3_pipeline.store.objects import Artifact, ArtifactWriter
@@ -17,12 +18,11 @@ def materialise_vocab_map(context: StageContext) -> StageResult:
     """Builds the map.
 
     Raises:
-        StaleInputError: a chunk has no sequences yet.
+        StaleInputError: too many chunks have no current sequences.
         DataError: no supervised token, or the coverage is below `vocab.min_coverage`.
     """
-    chunks = {key: context.upstream(ids.SYNTHETIC_GENERATIONS, key) for key in context.all_chunks()}
-    counts = {key: artifact.manifest.content_ids["token_counts"] for key, artifact in chunks.items()}
-    identity = ids.vocab_identity(context.spec, context.verifier, counts)
+    chunks = current_generations(context)
+    identity = ids.vocab_identity(context.spec, context.verifier, ids.token_count_contents(chunks))
     return context.materialise(identity, None, lambda writer: _produce(context, list(chunks.values()), writer))
 
 

@@ -7,13 +7,16 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from eagle3_pipeline.errors import DiskSpaceError, StoreError, WriterBusyError
 
 TEMPORARY_SUFFIX = ".tmp"
+_POLL_S = 0.02
+_REPORT_EVERY_S = 10.0
 
 
 def fsync_path(path: Path) -> None:
@@ -94,7 +97,7 @@ def exclusive(
         path: the lock file.
         what: what the lock guards, for messages.
         wait: wait for another holder instead of raising.
-        on_wait: told once that this call waits.
+        on_wait: told at once, and about every 10 s, that this call waits.
 
     Raises:
         WriterBusyError: another process holds it and `wait` is false.
@@ -109,10 +112,19 @@ def exclusive(
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            busy = f"{what} is being written by another process (lock {path})"
+            busy = f"another process works on the {what} (lock {path})"
             if not wait:
                 raise WriterBusyError(busy) from error
-            if on_wait:
-                on_wait(f"{busy}; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _wait_for_lock(file, lambda: on_wait(f"{busy}; waiting for it") if on_wait else None)
         yield
+
+
+def _wait_for_lock(file: IO[str], report: Callable[[], None]) -> None:
+    next_report = time.monotonic()
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if time.monotonic() >= next_report:
+            report()
+            next_report = time.monotonic() + _REPORT_EVERY_S
+        time.sleep(_POLL_S)

@@ -197,7 +197,8 @@ def test_too_few_usable_rows_fail_with_the_reasons(pipeline: Pipeline) -> None:
 def test_the_vocabulary_waits_for_all_chunks(pipeline: Pipeline) -> None:
     pipeline.run_chunk(FIRST)
     result = pipeline.run("train_and_evaluate", None, "vocab_map")
-    assert "synthetic_generations[000001] is not materialised" in failure(result)
+    assert "synthetic_generations of 1 of 2 chunks is not materialised" in failure(result)
+    assert "first: 000001; materialise them first, or lower schedule.min_fresh_fraction (1)" in failure(result)
     pipeline.run_chunk(SECOND)
     result = pipeline.run("train_and_evaluate", None, "vocab_map")
     assert result.success

@@ -39,6 +39,7 @@ def _fake_engine_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     for name in [name for name in os.environ if name.startswith("EAGLE3_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setattr("eagle3_pipeline.engine.manager._PATIENCE_S", (0.5, 2.0))
 
 
 @pytest.fixture

@@ -192,14 +192,14 @@ def test_the_worker_of_a_killed_run_is_ended_by_the_next_holder(
         from eagle3_pipeline.workers import run_worker
         home = Path(sys.argv[1])
         show = lambda event: print(event["pid"], flush=True)
-        with EngineManager(home, 1).lease(1, "training", 10.0, print) as lease:
+        with EngineManager(home, 1).lease(1, "training", 10.0, print, "m") as lease:
             run_worker("some_work.worker", {}, home, show, TrainingError, "training", lease.environment())
     """
     with Child(run_code, tmp_path / "home", new_session=True) as run:
         worker = int(run.line())
         run.kill()
         try:
-            with EngineManager(tmp_path / "home", 1).lease(1, "next", 5.0, _ignore):
+            with EngineManager(tmp_path / "home", 1).lease(1, "next", 5.0, _ignore, "m"):
                 assert not _sleeps(worker), "two trainings on one GPU"
         finally:
             if _sleeps(worker):

@@ -302,7 +302,7 @@ def test_a_host_whose_state_folder_is_gone_exits(manager: EngineManager) -> None
 
 def test_training_gets_the_device_of_an_idle_engine(manager: EngineManager, log: list[str]) -> None:
     manager.acquire(engine_spec(), _quiet).close()
-    with manager.lease(1, "training", 20.0, log.append) as lease:
+    with manager.lease(1, "training", 20.0, log.append, "m") as lease:
         assert lease.gpus == ()
         wait_until(lambda: not _state(manager, engine_spec()).is_alive())
 
@@ -311,7 +311,7 @@ def test_training_waits_for_a_busy_engine_and_names_it(manager: EngineManager) -
     with (
         manager.acquire(engine_spec(), _quiet),
         pytest.raises(LeaseError, match="training: no free device .* held by engine no-such-model float32"),
-        manager.lease(1, "training", 0.5, _quiet),
+        manager.lease(1, "training", 0.5, _quiet, "m"),
     ):
         pass
 

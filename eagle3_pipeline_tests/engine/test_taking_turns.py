@@ -15,7 +15,7 @@ from eagle3_pipeline_tests.engine.conftest import JobMaker, engine_spec
 def test_two_pipelines_load_once_each(
     manager: EngineManager, make_job: JobMaker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("eagle3_pipeline.engine.manager._YIELD_AFTER_S", 1.5)
+    monkeypatch.setattr("eagle3_pipeline.engine.manager._PATIENCE_S", (1.5, 1.5))
     monkeypatch.setenv("EAGLE3_FAKE_DELAY_S", "0.05")
     first, second = engine_spec(), engine_spec(max_num_seqs=7)
     jobs = [make_job(journal=str(tmp_path / f"journal-{i}")) for i in range(8)]

@@ -52,7 +52,7 @@ def test_before_anything_is_done_the_tail_waits_for_chunks(make_context: Context
         (ids.VERIFIER, ""): ("missing", "never materialised"),
         (ids.BASELINE, ""): ("missing", "never materialised"),
         **_pending(
-            (ids.VOCAB_MAP, ids.SYNTHETIC_GENERATIONS),
+            (ids.VOCAB_MAP, "chunks"),
             (ids.DRAFT_CHECKPOINT, ids.VOCAB_MAP),
             (ids.DRAFT_EVALUATION, ids.DRAFT_CHECKPOINT),
             (ids.PUBLISHED_DRAFT, ids.DRAFT_EVALUATION),
@@ -68,7 +68,7 @@ def test_a_new_file_is_one_missing_chunk_and_a_pending_tail(filled: StageContext
         (ids.SYNTHETIC_GENERATIONS, "000003"): ("pending", "waits for dataset"),
         (ids.HIDDEN_STATES, "000003"): ("pending", "waits for synthetic_generations"),
         **_pending(
-            (ids.VOCAB_MAP, ids.SYNTHETIC_GENERATIONS),
+            (ids.VOCAB_MAP, "synthetic_generations of 1 of 4 chunks"),
             (ids.DRAFT_CHECKPOINT, ids.VOCAB_MAP),
             (ids.DRAFT_EVALUATION, ids.DRAFT_CHECKPOINT),
             (ids.PUBLISHED_DRAFT, ids.DRAFT_EVALUATION),
@@ -131,7 +131,7 @@ def test_other_layers_leave_generations_and_vocabulary_fresh(filled: StageContex
     expected = "capture.aux_layer_ids none -> [1, 2, 3]; input layer_ids [2, 6, 9, 12] -> [1, 2, 3, 12]"
     assert {todo[ids.HIDDEN_STATES, chunk] for chunk in CHUNKS} == {("stale", expected)}
     assert todo[ids.BASELINE, ""] == ("stale", expected)
-    assert todo[ids.DRAFT_CHECKPOINT, ""] == ("pending", "waits for hidden_states")
+    assert todo[ids.DRAFT_CHECKPOINT, ""] == ("pending", "waits for hidden_states of 3 of 3 chunks")
     assert not {ids.DATASET, ids.SYNTHETIC_GENERATIONS, ids.VOCAB_MAP} & {stage for stage, _ in todo}
 
 
@@ -210,7 +210,7 @@ def test_a_damaged_artifact_is_corrupt_and_what_needs_it_waits(filled: StageCont
     assert _todo(plan(filled)) == {
         (ids.HIDDEN_STATES, "000001"): ("corrupt", reason),
         **_pending(
-            (ids.DRAFT_CHECKPOINT, ids.HIDDEN_STATES),
+            (ids.DRAFT_CHECKPOINT, "hidden_states of 1 of 3 chunks"),
             (ids.DRAFT_EVALUATION, ids.DRAFT_CHECKPOINT),
             (ids.PUBLISHED_DRAFT, ids.DRAFT_EVALUATION),
         ),
@@ -257,7 +257,9 @@ def test_a_plan_is_printed_with_counts_and_the_first_reason(filled: StageContext
     assert found.count()[ids.DATASET] == {"fresh": 3}
     lines = {line.split()[0]: line.split() for line in found.table().splitlines()[2:]}
     assert lines[ids.DATASET] == ["dataset", "3"]
-    assert lines[ids.SYNTHETIC_GENERATIONS] == ["synthetic_generations", "3", "generation.top_k", "0", "->", "5"]
+    # Nothing was measured: five rows of at most 4096 tokens, 12 bytes each.
+    costs = ["<=", "20,480", "<=", "0.2", "?"]
+    assert lines[ids.SYNTHETIC_GENERATIONS] == ["synthetic_generations", "3", *costs, "generation.top_k", "0", "->", "5"]
     as_json = json.loads(json.dumps(found.to_json()))
     assert as_json["pipeline"] == "p"
     first = {"stage": "verifier", "chunk": "", "status": Status.FRESH, "reason": "", "linked": True}

@@ -137,7 +137,7 @@ def test_a_kill_costs_at_most_one_load_and_no_finished_work(home: Home, victim: 
     assert home.manifests(FIRST) == finished
     if victim == HOST and name.startswith("before"):
         assert [process.name() for process in home.processes()] == ["sleep"], "the core of the killed host"
-        with home.context.engines.lease(1, "whoever comes next", 10.0, print):
+        with home.context.engines.lease(1, "whoever comes next", 10.0, print, ""):
             assert home.processes() == []
     home.assert_nothing_left(timeout_s=15)
     assert home.num_starts() <= point.num_loads + 1

@@ -1,0 +1,9 @@
+"""What is fresh, missing, stale, pending, corrupt or failing, why, and what the rest will cost.
+
+A pure function of pipeline files, registry and store.
+"""
+
+from eagle3_pipeline.planning.plan import MAX_ATTEMPTS, Estimate, Plan, PlanRow, Status
+from eagle3_pipeline.planning.planner import plan, plan_chunk
+
+__all__ = ["MAX_ATTEMPTS", "Estimate", "Plan", "PlanRow", "Status", "plan", "plan_chunk"]

@@ -1,0 +1,166 @@
+"""Compares the pipeline's settings and chunks with the store."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from eagle3_pipeline.data.registry import Chunk
+from eagle3_pipeline.evaluation.prompts import read_prompt_bytes
+from eagle3_pipeline.planning.costs import Costs
+from eagle3_pipeline.planning.plan import Plan, PlanRow, Status
+from eagle3_pipeline.planning.reasons import History, changes, damage
+from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline.stages.context import Identity, StageContext
+from eagle3_pipeline.stages.current import enough_fresh
+from eagle3_pipeline.stages.published_draft import read_champion
+from eagle3_pipeline.store.fingerprint import digest
+from eagle3_pipeline.store.manifest import read_manifest
+from eagle3_pipeline.store.objects import Artifact
+
+_ORDER = {stage: position for position, stage in enumerate(ids.FORMAT_VERSIONS)}
+
+
+class _Planner:
+    def __init__(self, context: StageContext) -> None:
+        self._context = context
+        self._history = History(context)
+        self._costs = Costs(context)
+        self._rows: list[PlanRow] = []
+        self._work_ids: dict[str, str] = {}
+        self._left_out: tuple[str, ...] = ()
+
+    def plan(self) -> Plan:
+        context, spec = self._context, self._context.spec
+        self._check(ids.verifier_identity(spec, context.verifier), None)
+        chunks = [chunk for chunk in context.registry.chunks() if chunk.num_rows]
+        generations: dict[str, Artifact] = {}
+        states: dict[str, Artifact] = {}
+        for chunk in chunks:
+            self._chunk(chunk, generations, states)
+        prompts = read_prompt_bytes(spec.evaluation.prompts)
+        baseline = self._check(ids.baseline_identity(spec, context.verifier, prompts), None)
+        self._tail(len(chunks), generations, states, baseline)
+        if len(states) < len(chunks) and enough_fresh(spec, len(states), len(chunks)):
+            self._left_out = tuple(chunk.key for chunk in chunks if chunk.key not in states)
+        return self._finished(chunks)
+
+    def plan_chunk(self, key: str) -> Plan:
+        chunk = self._context.registry.chunk(key)
+        self._chunk(chunk, {}, {})
+        return self._finished([chunk])
+
+    def _finished(self, chunks: list[Chunk]) -> Plan:
+        rows = sorted(self._rows, key=lambda row: (_ORDER[row.stage], row.chunk))
+        estimates = self._costs.estimates((row for row in rows if row.status is not Status.FRESH), chunks)
+        return Plan(self._context.spec.name, rows, self._work_ids, estimates, self._left_out)
+
+    def _chunk(self, chunk: Chunk, generations: dict[str, Artifact], states: dict[str, Artifact]) -> None:
+        """Plans a chunk; adds its generations and states where they are fresh."""
+        spec, verifier, key = self._context.spec, self._context.verifier, chunk.key
+        self._work_ids[key] = self._work_id(ids.CHUNK_STAGES, chunk.content_id)
+        dataset = self._check(ids.dataset_identity(spec, chunk), chunk)
+        made = None
+        if dataset is None:
+            self._pending(ids.SYNTHETIC_GENERATIONS, key, f"waits for {ids.DATASET}")
+        else:
+            made = self._check(ids.generations_identity(spec, verifier, dataset.manifest.content_id), chunk)
+        if made is None:
+            self._pending(ids.HIDDEN_STATES, key, f"waits for {ids.SYNTHETIC_GENERATIONS}")
+            return
+        generations[key] = made
+        content = made.manifest.content_ids["input_ids"]
+        captured = self._check(ids.hidden_states_identity(spec, verifier, content), chunk)
+        if captured:
+            states[key] = captured
+
+    def _tail(
+        self,
+        num_chunks: int,
+        generations: Mapping[str, Artifact],
+        states: Mapping[str, Artifact],
+        baseline: Artifact | None,
+    ) -> None:
+        spec, verifier = self._context.spec, self._context.verifier
+        contents = [{key: a.manifest.content_id for key, a in of.items()} for of in (generations, states)]
+        self._work_ids[""] = self._work_id(ids.TAIL_STAGES, [*contents, verifier.content_id])
+        vocab = checkpoint = evaluation = None
+        if not enough_fresh(spec, len(generations), num_chunks):
+            self._pending(ids.VOCAB_MAP, "", _waits(ids.SYNTHETIC_GENERATIONS, len(generations), num_chunks))
+        else:
+            vocab = self._check(ids.vocab_identity(spec, verifier, ids.token_count_contents(generations)), None)
+        if vocab is None:
+            self._pending(ids.DRAFT_CHECKPOINT, "", f"waits for {ids.VOCAB_MAP}")
+        elif not enough_fresh(spec, len(states), num_chunks):
+            self._pending(ids.DRAFT_CHECKPOINT, "", _waits(ids.HIDDEN_STATES, len(states), num_chunks))
+        else:
+            sequences = {key: contents[0][key] for key in states}
+            identity = ids.checkpoint_identity(spec, verifier, vocab.manifest.content_id, sequences, contents[1])
+            checkpoint = self._check(identity, None)
+        if checkpoint is None or baseline is None:
+            self._pending(ids.DRAFT_EVALUATION, "", f"waits for {ids.BASELINE if checkpoint else ids.DRAFT_CHECKPOINT}")
+        else:
+            both = (checkpoint.manifest.content_id, baseline.manifest.content_id)
+            evaluation = self._check(ids.evaluation_identity(spec, *both), None)
+        self._publication(evaluation)
+
+    def _publication(self, evaluation: Artifact | None) -> None:
+        if evaluation is None:
+            self._pending(ids.PUBLISHED_DRAFT, "", f"waits for {ids.DRAFT_EVALUATION}")
+            return
+        champion = read_champion(self._context.references.folder)
+        if champion is None:
+            row = PlanRow(ids.PUBLISHED_DRAFT, "", Status.MISSING, "there is no champion yet")
+        elif champion.get("considered") != evaluation.manifest.content_id:
+            row = PlanRow(ids.PUBLISHED_DRAFT, "", Status.STALE, "the current draft was not compared with the champion")
+        else:
+            row = PlanRow(ids.PUBLISHED_DRAFT, "", Status.FRESH)
+        self._rows.append(row)
+
+    def _work_id(self, stages: tuple[str, ...], inputs: Any) -> str:
+        spec = self._context.spec
+        return digest([inputs, self._context.verifier.content_id, *(ids.code_version(spec, stage) for stage in stages)])
+
+    def _pending(self, stage: str, chunk: str, reason: str) -> None:
+        self._rows.append(PlanRow(stage, chunk, Status.PENDING, reason))
+
+    def _check(self, identity: Identity, chunk: Chunk | None) -> Artifact | None:
+        """Adds the line of an identity whose inputs are all fresh; returns its artifact if it is too."""
+        store, key = self._context.store, chunk.key if chunk else None
+        reference = self._context.references.get(identity.stage, key)
+        folder = store.object_folder(identity.stage, identity.fingerprint)
+        manifest = read_manifest(folder)
+        if manifest is not None and manifest.fingerprint != identity.fingerprint:
+            manifest = None
+        status, reason = Status.FRESH, ""
+        if manifest is None:
+            previous = self._history.previous(identity, reference)
+            status = Status.STALE if previous else Status.MISSING
+            reason = changes(previous, identity) if previous else "never materialised"
+        elif reason := damage(Artifact(folder, manifest)):
+            status = Status.CORRUPT
+        if known := manifest or previous:
+            self._costs.measure(identity.stage, chunk.num_rows if chunk else 0, known)
+        linked = reference is not None and reference.fingerprint == identity.fingerprint
+        self._rows.append(PlanRow(identity.stage, key or "", status, reason, linked))
+        return Artifact(folder, manifest) if manifest and status is Status.FRESH else None
+
+
+def _waits(stage: str, num_fresh: int, num_chunks: int) -> str:
+    return f"waits for {stage} of {num_chunks - num_fresh} of {num_chunks} chunks" if num_chunks else "waits for chunks"
+
+
+def plan(context: StageContext) -> Plan:
+    """Compares the pipeline's current settings and chunks with the store. Starts nothing, writes nothing.
+
+    Raises:
+        ConfigError: the verifier or the evaluation prompts cannot be read.
+    """
+    return _Planner(context).plan()
+
+
+def plan_chunk(context: StageContext, key: str) -> Plan:
+    """The lines of one chunk; its cost does not grow with the number of chunks' artifacts.
+
+    Raises:
+        ConfigError: the verifier cannot be read.
+    """
+    return _Planner(context).plan_chunk(key)

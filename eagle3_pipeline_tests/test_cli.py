@@ -1,0 +1,88 @@
+"""The command line: help that reads well, errors of one message, engines of dead hosts."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from eagle3_pipeline.cli import main
+from eagle3_pipeline.engine.manager import EngineManager
+from eagle3_pipeline.engine.preflight import gib
+from eagle3_pipeline.engine.state import EngineState
+from eagle3_pipeline_tests.engine.conftest import engine_spec, processes_that_mention
+from eagle3_pipeline_tests.store.children import REPOSITORY, wait_until
+
+
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in [name for name in os.environ if name.startswith(("EAGLE3_", "DAGSTER_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("EAGLE3_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    return tmp_path / "home"
+
+
+def test_help_keeps_its_examples_on_lines_of_their_own() -> None:
+    lines = [line.strip() for line in command("--help").output.splitlines()]
+    assert "A first look:      eagle3 demo" in lines
+    assert "What is stale:     eagle3 plan smollm2_demo" in lines
+    commands = ("plan", "materialize", "sync-chunks", "verify", "preflight", "status", "engine")
+    assert [name for name in commands if not any(line.startswith(f"{name} ") for line in lines)] == []
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(5 * 2**20, "5.0 MiB"), (102 * 2**20, "102.0 MiB"), (2**30 / 10, "0.1 GiB"), (2**40, "1,024.0 GiB")],
+)
+def test_bytes_are_shown_in_a_unit_that_suits_them(num_bytes: float, text: str) -> None:
+    assert gib(num_bytes) == text
+
+
+def test_a_pipeline_file_with_an_impossible_name_says_to_rename_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "My-Model.yaml").write_text("verifier: {model: m}\ndataset: {path: p}\n")
+    monkeypatch.setenv("EAGLE3_PIPELINES", str(tmp_path))
+    result = command("plan", "My-Model")
+    assert result.exit_code == 1
+    assert "My-Model.yaml" in result.output and "(the file's name: rename it)" in result.output
+
+
+def test_a_broken_dagster_database_is_an_error_of_one_message(home: Path, tmp_path: Path) -> None:
+    (home / "dagster_home" / "history").mkdir(parents=True)
+    (home / "dagster_home" / "history" / "runs.db").write_bytes(b"no database" * 1000)
+    result = command("materialize", "smollm2_demo")
+    assert result.exit_code == 1
+    assert "Traceback" not in result.output
+    assert f"Dagster cannot use its database under {home / 'dagster_home'}" in result.output
+
+
+def test_engine_stop_ends_what_a_killed_host_left(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE3_FAKE_CORE", "1")
+    manager, spec = EngineManager(home, 0), engine_spec(model_path=str(tmp_path / "m"))
+    manager.acquire(spec, lambda _line: None).close()
+    host = EngineState(manager.folder / spec.engine_id).read()["pid"]
+    children = [child for process in processes_that_mention(str(home)) for child in process.children()]
+    assert [child.name() for child in children] == ["sleep"]
+    os.kill(host, signal.SIGKILL)
+    wait_until(lambda: not EngineState(manager.folder / spec.engine_id).is_alive())
+    assert children[0].is_running()
+    assert "not running" in command("engine", "list").output
+    assert command("engine", "stop").exit_code == 0
+    wait_until(lambda: not children[0].is_running() or children[0].status() == "zombie")
+
+
+def test_a_near_tie_below_zero_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p.yaml").write_text(
+        "verifier: {model: m}\ndataset: {path: p}\nevaluation: {near_tie_epsilon: -0.1}\n"
+    )
+    monkeypatch.setenv("EAGLE3_PIPELINES", str(tmp_path))
+    result = command("plan", "p")
+    assert result.exit_code == 1
+    assert "evaluation.near_tie_epsilon: Input should be greater than or equal to 0" in result.output
