@@ -11,7 +11,8 @@ from tabulate import tabulate
 
 from eagle3_pipeline.config import enabled_pipelines, find_pipeline, pipeline_files, project_home
 from eagle3_pipeline.engine.state import EngineState
-from eagle3_pipeline.errors import Eagle3Error
+from eagle3_pipeline.errors import ConfigError, Eagle3Error
+from eagle3_pipeline.planning import PlanRow
 from eagle3_pipeline.planning import plan as make_plan
 from eagle3_pipeline.stages.context import StageContext
 
@@ -84,11 +85,14 @@ def plan(pipeline: str, as_json: bool, why: str | None) -> None:
     if as_json:
         click.echo(json.dumps(result.to_json(), indent=2))
     elif why:
-        rows = [[r.stage, r.chunk, r.status, r.reason] for r in result.rows if why == "all" or r.chunk in ("", why)]
-        click.echo(tabulate(rows, ["stage", "chunk", "status", "why"]))
+        click.echo(_lines([row for row in result.rows if why == "all" or row.chunk in ("", why)]))
     else:
         click.echo(result.table())
         click.echo(f"\n{len(result.todo)} of {len(result.rows)} lines are not fresh")
+
+
+def _lines(rows: list[PlanRow]) -> str:
+    return tabulate([[r.stage, r.chunk, r.status, r.reason] for r in rows], ["stage", "chunk", "status", "why"])
 
 
 @main.command("sync-chunks")
@@ -103,16 +107,43 @@ def sync_chunks(pipeline: str) -> None:
 
 @main.command()
 @_pipeline_argument
-def materialize(pipeline: str) -> None:
-    """Materialise everything that is not fresh, in this process, on the instance that `make dev` shows."""
+@click.option("--stale", is_flag=True, help="Only what is not fresh. This is always so; the flag is for readers.")
+@click.option("--stage", "stages", multiple=True, metavar="STAGE", help="Only this stage; may be repeated.")
+@click.option("--chunks", default="*", metavar="GLOB", help="Only chunks such as '00001*', and no unpartitioned stage.")
+@click.option("--dry-run", is_flag=True, help="Print what would run, and why; start nothing.")
+@click.option("--in-process", is_flag=True, help="Run here, one after the other, although a Dagster daemon runs.")
+def materialize(
+    pipeline: str, stale: bool, stages: tuple[str, ...], chunks: str, dry_run: bool, in_process: bool
+) -> None:
+    """Materialise what is not fresh, and wait for it.
+
+    The runs are those that the web UI would launch. While `make dev` runs, its daemon executes them, several at once;
+    otherwise this process does, and `make dev` shows them later.
+    """
     from eagle3_pipeline.assets import launch
     from eagle3_pipeline.definitions import build_definitions
 
     spec = find_pipeline(pipeline)
+    selection = launch.Selection(_known_stages(stages), chunks)
+    if dry_run:
+        rows = selection.plan(make_plan(StageContext(spec))).to_run
+        click.echo(_lines(rows))
+        click.echo(f"\n{len(rows)} lines are not fresh; nothing was started")
+        return
     with launch.open_instance() as instance:
-        launched = launch.materialise_stale(spec, build_definitions([spec]), instance, click.echo)
-    starts = sum(launched.engine_starts.values())
-    click.echo(f"{pipeline}: {launched.num_runs} runs, {starts} engine starts")
+        runner = launch.choose_runner(spec, build_definitions([spec]), instance, click.echo, in_process)
+        launched = launch.materialise_stale(spec, runner, click.echo, selection)
+    click.echo(f"{pipeline}: {launched.num_runs} runs, {launched.num_engine_starts} engine starts")
+    for row in selection.plan(make_plan(StageContext(spec))).todo[:20]:
+        click.echo(f"not fresh: {row.stage} {row.chunk} {row.status}: {row.reason}")
+
+
+def _known_stages(stages: tuple[str, ...]) -> tuple[str, ...]:
+    from eagle3_pipeline.stages.identity import FORMAT_VERSIONS
+
+    if unknown := [stage for stage in stages if stage not in FORMAT_VERSIONS]:
+        raise ConfigError(f"no stage is named {unknown[0]!r}; there are: {', '.join(FORMAT_VERSIONS)}")
+    return stages
 
 
 @main.command()

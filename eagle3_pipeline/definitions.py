@@ -5,6 +5,7 @@ import os
 import dagster as dg
 
 from eagle3_pipeline.assets.baseline import build_baseline
+from eagle3_pipeline.assets.checks import build_up_to_date
 from eagle3_pipeline.assets.console import short_console
 from eagle3_pipeline.assets.dataset import build_dataset
 from eagle3_pipeline.assets.draft_checkpoint import build_draft_checkpoint
@@ -12,6 +13,13 @@ from eagle3_pipeline.assets.draft_evaluation import build_draft_evaluation
 from eagle3_pipeline.assets.jobs import build_jobs
 from eagle3_pipeline.assets.published_draft import build_published_draft
 from eagle3_pipeline.assets.resources import GpuPool, PipelineHome
+from eagle3_pipeline.assets.schedules import build_nightly_retrain
+from eagle3_pipeline.assets.sensors import (
+    build_failure_report,
+    build_new_chunks,
+    build_retrain_when_ready,
+    build_staleness,
+)
 from eagle3_pipeline.assets.source_rows import build_source_rows
 from eagle3_pipeline.assets.verifier import build_verifier
 from eagle3_pipeline.assets.verifier_outputs import build_verifier_outputs
@@ -31,6 +39,8 @@ _BUILDERS = (
     build_published_draft,
 )
 
+_SENSORS = (build_new_chunks, build_staleness, build_retrain_when_ready)
+
 
 def _executor() -> dg.ExecutorDefinition:
     """`EAGLE3_EXECUTOR`: in_process (default) or multiprocess.
@@ -46,10 +56,13 @@ def _executor() -> dg.ExecutorDefinition:
 
 
 def build_definitions(specs: list[PipelineSpec]) -> dg.Definitions:
-    """All assets and jobs of these pipelines, side by side."""
+    """All assets, jobs, sensors and schedules of these pipelines, side by side."""
     return dg.Definitions(
         assets=[build(spec) for spec in specs for build in _BUILDERS],
+        asset_checks=[check for spec in specs for check in build_up_to_date(spec)],
         jobs=[job for spec in specs for job in build_jobs(spec)],
+        schedules=[build_nightly_retrain(spec) for spec in specs],
+        sensors=[build(spec) for spec in specs for build in _SENSORS] + [build_failure_report(specs)],
         resources={"home": PipelineHome(), "gpu_pool": GpuPool()},
         loggers={"console": short_console},
         executor=_executor(),

@@ -49,8 +49,8 @@ def run_demo(log: Log) -> None:
         first = plan(context)
         if first.to_run:
             log(first.table())
-            launched = launch.materialise_stale(spec, build_definitions([spec]), instance, log)
-            num_runs = launched.num_runs
+            runner = launch.InProcess(build_definitions([spec]), instance, log)
+            num_runs = launch.materialise_stale(spec, runner, log).num_runs
             context.engines.stop_all(log)
         else:
             log("Nothing is to be done: every stage of every chunk is fresh.")

@@ -79,9 +79,7 @@ def test_engine_stop_ends_what_a_killed_host_left(home: Path, tmp_path: Path, mo
 
 
 def test_a_near_tie_below_zero_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "p.yaml").write_text(
-        "verifier: {model: m}\ndataset: {path: p}\nevaluation: {near_tie_epsilon: -0.1}\n"
-    )
+    (tmp_path / "p.yaml").write_text("verifier: {model: m}\ndataset: {path: p}\nevaluation: {near_tie_epsilon: -0.1}\n")
     monkeypatch.setenv("EAGLE3_PIPELINES", str(tmp_path))
     result = command("plan", "p")
     assert result.exit_code == 1

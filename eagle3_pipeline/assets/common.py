@@ -15,6 +15,9 @@ from eagle3_pipeline.store.manifest import Manifest
 
 GPU_POOL = "gpu"
 OWNERS = ["team:drafting"]
+SOURCE_ROWS = "source_rows"
+PIPELINE_TAG = "eagle3/pipeline"
+SPEC_TAG = "eagle3/spec_hash"
 
 
 def asset_key(spec: PipelineSpec, stage: str) -> dg.AssetKey:
@@ -38,11 +41,22 @@ def stage_context(
     context: dg.AssetExecutionContext, spec: PipelineSpec, home: PipelineHome, gpu_pool: GpuPool | None = None
 ) -> Iterator[StageContext]:
     """The stage's context; our errors become Dagster failures whose description is the whole message."""
+    _require_unedited(context, spec)
     try:
         num_gpus = gpu_pool.num_gpus if gpu_pool else None
         yield StageContext(spec, log=context.log.info, home=home.path(), num_gpus=num_gpus)
     except Eagle3Error as error:
         raise dg.Failure(description=str(error), metadata={"error": type(error).__name__}) from error
+
+
+def _require_unedited(context: dg.AssetExecutionContext, spec: PipelineSpec) -> None:
+    """A step reads the pipeline file again; it must be the one that the run was launched with."""
+    launched_with = context.run.tags.get(SPEC_TAG)
+    if launched_with and launched_with != spec.spec_hash():
+        raise dg.Failure(
+            description=f"{spec.name}: the pipeline file was edited after this run was launched (settings "
+            f"{launched_with} then, {spec.spec_hash()} now); reload the code location and launch the run again"
+        )
 
 
 def manifest_metadata(manifest: Manifest, recomputed: bool) -> dict[str, Any]:

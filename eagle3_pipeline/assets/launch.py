@@ -1,37 +1,102 @@
-"""Runs what a plan asks for, in this process, on a real Dagster instance."""
+"""Runs what a plan asks for: in this process, or by the daemon of the running instance."""
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Protocol
 
 import dagster as dg
 
-from eagle3_pipeline.assets import jobs
 from eagle3_pipeline.assets.common import asset_key
+from eagle3_pipeline.assets.daemon import ThroughDaemon, daemon_runs
+from eagle3_pipeline.assets.jobs import UPDATE, job_name
 from eagle3_pipeline.assets.partitions import publish_chunks
-from eagle3_pipeline.config import PipelineSpec, project_home
+from eagle3_pipeline.assets.runs import run_tags
+from eagle3_pipeline.assets.work import Work, next_work, passes
+from eagle3_pipeline.config import PipelineSpec, enabled_pipelines, project_home
 from eagle3_pipeline.errors import Eagle3Error
-from eagle3_pipeline.planning import Plan, plan, plan_chunk
-from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline.planning import Plan, plan
 from eagle3_pipeline.stages.context import StageContext
-from eagle3_pipeline.stages.verifier_outputs import one_pass
 from eagle3_pipeline.store.atomic import storage_error
 
+Log = Callable[[str], None]
 _RUN_CONFIG = {"loggers": {"console": {"config": {"log_level": "INFO"}}}}  # without it, no logger is made
 
 
 @dataclass
 class Launched:
-    """What was run.
-
-    Attributes:
-        num_runs: Dagster runs.
-        engine_starts: engine starts by job.
-    """
+    """What was run."""
 
     num_runs: int = 0
-    engine_starts: dict[str, int] = field(default_factory=dict)
+    num_engine_starts: int = 0
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A part of a plan.
+
+    Attributes:
+        stages: names; empty: all.
+        chunks: a pattern of chunk keys such as `00001*`; unpartitioned stages are selected by `*` only.
+    """
+
+    stages: Collection[str] = ()
+    chunks: str = "*"
+
+    def plan(self, whole: Plan) -> Plan:
+        """The plan without what is not selected."""
+        rows = [
+            row
+            for row in whole.rows
+            if (not self.stages or row.stage in self.stages)
+            and (fnmatch(row.chunk, self.chunks) if row.chunk else self.chunks == "*")
+        ]
+        return replace(whole, rows=rows)
+
+
+class Runner(Protocol):
+    """Executes runs and waits for them."""
+
+    def run(self, spec: PipelineSpec, work: list[Work]) -> None:
+        """Raises `Eagle3Error` if one fails."""
+
+
+class InProcess:
+    """Runs in this process, one after the other; the first failure ends it."""
+
+    def __init__(self, definitions: dg.Definitions, instance: dg.DagsterInstance, log: Log) -> None:
+        self._definitions = definitions
+        self._instance = instance
+        self._log = log
+
+    def run(self, spec: PipelineSpec, work: list[Work]) -> None:
+        """Executes them in order."""
+        job = self._definitions.resolve_job_def(job_name(spec, UPDATE))
+        for number, item in enumerate(work, 1):
+            self._log(f"{spec.name}: {item.text}" + (f" ({number} of {len(work)})" if len(work) > 1 else ""))
+            result = job.execute_in_process(
+                run_config=_RUN_CONFIG,
+                instance=self._instance,
+                partition_key=item.chunk or None,
+                asset_selection=[asset_key(spec, stage) for stage in item.stages],
+                tags=run_tags(spec, item),
+                raise_on_error=False,
+            )
+            if not result.success:
+                raise Eagle3Error(f"{spec.name}: run {result.run_id} ({item.text}) failed: {_failure(result)}")
+
+
+def choose_runner(
+    spec: PipelineSpec, definitions: dg.Definitions, instance: dg.DagsterInstance, log: Log, in_process: bool = False
+) -> Runner:
+    """The daemon of the running instance if there is one and it knows the pipeline; else this process."""
+    if not in_process and daemon_runs(instance):
+        if spec.name in {one.name for one in enabled_pipelines()}:
+            return ThroughDaemon(instance, log)
+        log(f"{spec.name} is not in EAGLE3_ENABLED, so the daemon does not know it; it runs in this process")
+    return InProcess(definitions, instance, log)
 
 
 def dagster_home() -> Path:
@@ -56,7 +121,7 @@ def open_instance() -> dg.DagsterInstance:
     return dg.DagsterInstance.from_config(home)
 
 
-def sync_chunks(spec: PipelineSpec, instance: dg.DagsterInstance, log: Callable[[str], None]) -> None:
+def sync_chunks(spec: PipelineSpec, instance: dg.DagsterInstance, log: Log) -> None:
     """Looks at the source, appends new chunks, shows changed ones as unsynced."""
     context = StageContext(spec, log)
     result = context.registry.sync(spec)
@@ -67,71 +132,28 @@ def sync_chunks(spec: PipelineSpec, instance: dg.DagsterInstance, log: Callable[
     )
 
 
-def materialise_stale(
-    spec: PipelineSpec, definitions: dg.Definitions, instance: dg.DagsterInstance, log: Callable[[str], None]
-) -> Launched:
-    """Runs the jobs of all stages that are not fresh, chunk by chunk, then the unpartitioned ones.
+def materialise_stale(spec: PipelineSpec, runner: Runner, log: Log, selection: Selection | None = None) -> Launched:
+    """Runs what is not fresh: the verifier, the chunks, then the unpartitioned stages.
 
     Raises:
         Eagle3Error: a run failed.
     """
-    context = StageContext(spec, log)
+    context, selection = StageContext(spec, log), selection or Selection()
     context.all_chunks()
-    launched = Launched()
-    # First, because Dagster shows as unsynced what was materialised before its upstream.
-    _run_job(spec, definitions, instance, context, (jobs.RESOLVE_VERIFIER, None), launched)
-    chunks = sorted({row.chunk for row in plan(context).to_run if row.chunk})
-    for stages in _passes(context):
-        for number, chunk in enumerate(chunks, 1):
-            log(f"{spec.name}: chunk {chunk} ({number} of {len(chunks)})")
-            for job in (jobs.PREPARE_DATA, jobs.GENERATE_AND_CAPTURE):
-                _run_job(spec, definitions, instance, context, (job, chunk), launched, stages)
-    for job in (jobs.MEASURE_BASELINE, jobs.TRAIN_AND_EVALUATE):
-        _run_job(spec, definitions, instance, context, (job, None), launched)
+    launched, before = Launched(), len(context.engines.starts())
+    done: set[Work] = set()
+    while work := _selected(context, selection):
+        if again := [item for item in work if item in done]:
+            raise Eagle3Error(f"{spec.name}: {again[0].text} is not fresh although its run succeeded; see eagle3 plan")
+        runner.run(spec, work)
+        done |= set(work)
+        launched.num_runs += len(work)
+    launched.num_engine_starts = len(context.engines.starts()) - before
     return launched
 
 
-def _passes(context: StageContext) -> list[tuple[str, ...]]:
-    """Stages of the chunks, pass by pass: engines of two kinds must not take turns at every chunk."""
-    if one_pass(context):
-        return [ids.CHUNK_STAGES]
-    return [(ids.DATASET, ids.SYNTHETIC_GENERATIONS), (ids.HIDDEN_STATES,)]
-
-
-def _run_job(
-    spec: PipelineSpec,
-    definitions: dg.Definitions,
-    instance: dg.DagsterInstance,
-    context: StageContext,
-    target: tuple[str, str | None],
-    launched: Launched,
-    among: tuple[str, ...] | None = None,
-) -> None:
-    """Runs the stages of a job that the plan asks for; `target` is the job and the chunk."""
-    job, chunk = target
-    wanted = [stage for stage in jobs.JOB_STAGES[job] if among is None or stage in among]
-    current = plan_chunk(context, chunk) if chunk else plan(context)
-    stages = list(_todo(current, wanted, chunk))
-    if not stages:
-        return
-    before = len(context.engines.starts())
-    result = definitions.resolve_job_def(jobs.job_name(spec, job)).execute_in_process(
-        run_config=_RUN_CONFIG,
-        instance=instance,
-        partition_key=chunk,
-        asset_selection=[asset_key(spec, stage) for stage in stages],
-        raise_on_error=False,
-    )
-    launched.num_runs += 1
-    launched.engine_starts[job] = launched.engine_starts.get(job, 0) + len(context.engines.starts()) - before
-    if not result.success:
-        raise Eagle3Error(f"{spec.name}: run {result.run_id} of {job} failed: {_failure(result)}")
-
-
-def _todo(current: Plan, stages: list[str], chunk: str | None) -> Iterator[str]:
-    for row in current.to_run:
-        if row.stage in stages and row.chunk == (chunk or ""):
-            yield row.stage
+def _selected(context: StageContext, selection: Selection) -> list[Work]:
+    return next_work(selection.plan(plan(context)), passes(context))
 
 
 def _failure(result: dg.ExecuteInProcessResult) -> str:

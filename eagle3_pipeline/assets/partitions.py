@@ -2,8 +2,11 @@
 
 import dagster as dg
 
+from eagle3_pipeline.assets.common import SOURCE_ROWS, asset_key
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.data.registry import Chunk
+
+_VERSION_TAG = "dagster/data_version"
 
 
 def partitions_name(spec: PipelineSpec) -> str:
@@ -16,32 +19,33 @@ def chunk_partitions(spec: PipelineSpec) -> dg.DynamicPartitionsDefinition:
     return dg.DynamicPartitionsDefinition(name=partitions_name(spec))
 
 
+def unpublished_chunks(
+    instance: dg.DagsterInstance, spec: PipelineSpec, chunks: list[Chunk]
+) -> tuple[set[str], list[Chunk]]:
+    """Keys that are no partitions yet, and the chunks whose content `source_rows` does not show."""
+    known = set(instance.get_dynamic_partitions(partitions_name(spec)))
+    tags = instance.event_log_storage.get_latest_tags_by_partition(
+        asset_key(spec, SOURCE_ROWS), dg.DagsterEventType.ASSET_OBSERVATION, [_VERSION_TAG]
+    )
+    stale = [c for c in chunks if c.key not in known or tags.get(c.key, {}).get(_VERSION_TAG) != c.content_id]
+    return {chunk.key for chunk in chunks} - known, stale
+
+
+def observation(spec: PipelineSpec, chunk: Chunk) -> dg.AssetObservation:
+    """What makes Dagster compare a chunk's rows with those that its artifacts were made of."""
+    return dg.AssetObservation(
+        asset_key=asset_key(spec, SOURCE_ROWS),
+        partition=chunk.key,
+        metadata={"file": chunk.file, "row_start": chunk.row_start, "num_rows": chunk.num_rows},
+        tags={_VERSION_TAG: chunk.content_id},
+    )
+
+
 def publish_chunks(instance: dg.DagsterInstance, spec: PipelineSpec, chunks: list[Chunk]) -> list[str]:
     """Adds missing partition keys and observes `source_rows` where its content is new; returns the observed keys."""
-    known = set(instance.get_dynamic_partitions(partitions_name(spec)))
-    missing = [chunk.key for chunk in chunks if chunk.key not in known]
+    missing, stale = unpublished_chunks(instance, spec, chunks)
     if missing:
-        instance.add_dynamic_partitions(partitions_name(spec), missing)
-    observed = []
-    for chunk in chunks:
-        if _observed_version(instance, spec, chunk.key) == chunk.content_id:
-            continue
-        instance.report_runless_asset_event(
-            dg.AssetObservation(
-                asset_key=[spec.name, "source_rows"],
-                partition=chunk.key,
-                metadata={"file": chunk.file, "row_start": chunk.row_start, "num_rows": chunk.num_rows},
-                tags={"dagster/data_version": chunk.content_id},
-            )
-        )
-        observed.append(chunk.key)
-    return observed
-
-
-def _observed_version(instance: dg.DagsterInstance, spec: PipelineSpec, key: str) -> str | None:
-    asset = dg.AssetKey([spec.name, "source_rows"])
-    records = instance.fetch_observations(
-        dg.AssetRecordsFilter(asset_key=asset, asset_partitions=[key]), limit=1
-    ).records
-    observation = records[0].asset_observation if records else None
-    return observation.tags.get("dagster/data_version") if observation else None
+        instance.add_dynamic_partitions(partitions_name(spec), sorted(missing))
+    for chunk in stale:
+        instance.report_runless_asset_event(observation(spec, chunk))
+    return [chunk.key for chunk in stale]

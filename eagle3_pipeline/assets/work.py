@@ -39,17 +39,23 @@ def passes(context: StageContext) -> list[tuple[str, ...]]:
 def next_work(plan: Plan, chunk_passes: list[tuple[str, ...]]) -> list[Work]:
     """The runs that can start now; once they are done, ask again. Empty: nothing is left, or the rest is blocked."""
     # First, because Dagster shows as unsynced what was materialised before its upstream.
-    verifier = [row for row in plan.rows if row.stage == ids.VERIFIER and row.to_run]
-    if verifier:
-        return [] if _blocked(verifier) else [Work((ids.VERIFIER,), "", plan.work_ids[""])]
+    if verifier := _unpartitioned(plan, (ids.VERIFIER,)):
+        return verifier
     for stages in chunk_passes:
         if work := list(_chunk_work(plan, stages)):
             return work
-    tail = [row for row in plan.rows if row.stage in ids.TAIL_STAGES and row.to_run]
-    ready = [row for row in tail if row.status is not Status.PENDING]
-    if not ready or _blocked(tail):
+    # While the engine of the chunks is still there: the training retires it.
+    if baseline := _unpartitioned(plan, (ids.BASELINE,)):
+        return baseline
+    missing = any(row.chunk and row.status is not Status.FRESH for row in plan.rows)
+    return [] if missing and not plan.left_out else _unpartitioned(plan, ids.TAIL_STAGES)
+
+
+def _unpartitioned(plan: Plan, stages: tuple[str, ...]) -> list[Work]:
+    rows = [row for row in plan.rows if row.stage in stages and row.to_run]
+    if not _can_start(rows) or _blocked(rows):
         return []
-    return [Work(tuple(row.stage for row in _runnable(tail)), "", plan.work_ids[""])]
+    return [Work(tuple(row.stage for row in rows), "", plan.work_ids[""])]
 
 
 def _chunk_work(plan: Plan, stages: tuple[str, ...]) -> Iterator[Work]:
@@ -58,18 +64,15 @@ def _chunk_work(plan: Plan, stages: tuple[str, ...]) -> Iterator[Work]:
         if row.chunk:
             by_chunk.setdefault(row.chunk, []).append(row)
     for chunk, rows in by_chunk.items():
-        wanted = tuple(row.stage for row in rows if row.stage in stages and row.to_run)
-        if wanted and not _blocked(rows):
-            yield Work(wanted, chunk, plan.work_ids[chunk])
+        wanted = [row for row in rows if row.stage in stages and row.to_run]
+        if _can_start(wanted) and not _blocked(rows):
+            yield Work(tuple(row.stage for row in wanted), chunk, plan.work_ids[chunk])
+
+
+def _can_start(rows: list[PlanRow]) -> bool:
+    """Whether one of them waits for nothing; the others follow in the same run."""
+    return any(row.status is not Status.PENDING for row in rows)
 
 
 def _blocked(rows: list[PlanRow]) -> bool:
     return any(row.status is Status.FAILED for row in rows)
-
-
-def _runnable(tail: list[PlanRow]) -> list[PlanRow]:
-    """Without what waits for chunks: those are not enough yet."""
-    waiting = {row.stage for row in tail if row.status is Status.PENDING and "chunks" in row.reason}
-    if ids.VOCAB_MAP in waiting or ids.DRAFT_CHECKPOINT in waiting:
-        return [row for row in tail if row.stage in (ids.VOCAB_MAP, ids.BASELINE) and row.stage not in waiting]
-    return tail

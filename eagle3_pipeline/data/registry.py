@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice, pairwise, repeat
@@ -62,11 +64,19 @@ class Chunk:
 
 @dataclass(frozen=True)
 class SyncResult:
-    """What a sync found."""
+    """What a sync found.
+
+    Attributes:
+        added: keys of new chunks.
+        changed: keys of chunks with other content than before.
+        unchanged: the others.
+        num_unread: new or changed files that are left for the next sync, for want of time.
+    """
 
     added: list[str]
     changed: list[str]
     unchanged: list[str]
+    num_unread: int = 0
 
 
 class ChunkRegistry:
@@ -108,21 +118,28 @@ class ChunkRegistry:
                 "(chunks keep their keys if the files are still there in the same order)"
             ) from error
 
-    def sync(self, spec: PipelineSpec) -> SyncResult:
-        """Compares the source with the registry and appends what is new; serial, under a lock."""
+    def sync(self, spec: PipelineSpec, read_for_s: float = math.inf) -> SyncResult:
+        """Compares the source with the registry and appends what is new; serial, under a lock.
+
+        Args:
+            spec: the pipeline.
+            read_for_s: no further file is read after this time; the next sync goes on.
+        """
         with atomic.exclusive(self._folder / "chunks.lock", f"chunk registry of {spec.name}", wait=True):
             old = self.chunks()
             seen = SeenSources.load(self._folder / SEEN_NAME, spec.dataset)
-            new = old if seen.nothing_changed(old) else self._rescan(spec.dataset, old, seen)
+            deadline = time.monotonic() + read_for_s
+            new = old if seen.nothing_changed(old) else self._rescan(spec.dataset, old, seen, deadline)
         before = {chunk.key: chunk.content_id for chunk in old}
         return SyncResult(
             added=[c.key for c in new if c.key not in before],
             changed=[c.key for c in new if before.get(c.key, c.content_id) != c.content_id],
             unchanged=[c.key for c in new if before.get(c.key) == c.content_id],
+            num_unread=len(seen.unread),
         )
 
-    def _rescan(self, spec: DatasetSpec, old: list[Chunk], seen: SeenSources) -> list[Chunk]:
-        new = _scan(spec, old, seen)
+    def _rescan(self, spec: DatasetSpec, old: list[Chunk], seen: SeenSources, deadline: float) -> list[Chunk]:
+        new = _scan(spec, old, seen, deadline)
         lines = "".join(json.dumps(asdict(chunk)) + "\n" for chunk in new)
         if new != old:
             atomic.write_bytes(self._path, lines.encode())
@@ -130,7 +147,7 @@ class ChunkRegistry:
         return new
 
 
-def _scan(spec: DatasetSpec, old: list[Chunk], seen: SeenSources) -> list[Chunk]:
+def _scan(spec: DatasetSpec, old: list[Chunk], seen: SeenSources, deadline: float) -> list[Chunk]:
     """The registry after a look at the source: known chunks in their places, new ones behind them."""
     files = list(seen.stamps)
     known: dict[str, list[Chunk]] = {file: [] for file in files}
@@ -144,12 +161,16 @@ def _scan(spec: DatasetSpec, old: list[Chunk], seen: SeenSources) -> list[Chunk]
     by_key: dict[str, Chunk] = {}
     conversations: dict[str, list[bytes | None]] = {}
     next_key = len(old)
+    some_read = False
     for file in ordered:
         # A limit on all samples makes what one file may give depend on the others.
-        if spec.max_samples is None and (cached := seen.conversations(file, known[file])) is not None:
-            by_key |= {chunk.key: chunk for chunk in known[file] if chunk.num_rows}
-            conversations |= cached
-            continue
+        if spec.max_samples is None:
+            cached = seen.conversations(file, known[file], late=some_read and time.monotonic() > deadline)
+            if cached is not None:
+                by_key |= {chunk.key: chunk for chunk in known[file] if chunk.key in cached}
+                conversations |= cached
+                continue
+        some_read = True
         rows = islice(read_rows(spec, file), budget.open(file))
         for previous, block in _cut(rows, known[file], spec.samples_per_chunk):
             key = previous.key if previous else f"{next_key:06d}"

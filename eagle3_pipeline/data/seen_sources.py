@@ -34,10 +34,12 @@ class SeenSources:
 
     Attributes:
         stamps: the files that are there now, in order, each with what tells its versions apart; empty: not yet known.
+        unread: files that are to be read by the next sync.
     """
 
     def __init__(self, path: Path, reader: str, stamps: dict[str, str]) -> None:
         self.stamps = stamps
+        self.unread: list[str] = []
         self._path = path
         self._reader = reader
         self._before: dict[str, str] = {}
@@ -68,11 +70,22 @@ class SeenSources:
         keys = {chunk.key for chunk in chunks if chunk.num_rows}
         return all(self.stamps.values()) and self.stamps == self._before and keys == set(self._conversations)
 
-    def conversations(self, file: str, chunks: list["Chunk"]) -> Conversations | None:
-        """Conversations of a file's chunks, by key; `None` if the file has to be read."""
+    def conversations(self, file: str, chunks: list["Chunk"], late: bool = False) -> Conversations | None:
+        """Conversations of a file's chunks, by key; `None` if the file has to be read.
+
+        Args:
+            file: the file.
+            chunks: its chunks.
+            late: there is no time to read it: it stays as it was, and is left for the next sync.
+        """
         stamp, keys = self.stamps.get(file), [chunk.key for chunk in chunks if chunk.num_rows]
-        if not stamp or self._before.get(file) != stamp or any(key not in self._conversations for key in keys):
+        if any(key not in self._conversations for key in keys):
             return None
+        if not stamp or self._before.get(file) != stamp:
+            if not late:
+                return None
+            self.stamps[file] = ""
+            self.unread.append(file)
         return {key: self._conversations[key] for key in keys}
 
     def keep(self, conversations: Conversations, files: Mapping[str, str]) -> None:

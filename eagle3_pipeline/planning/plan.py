@@ -101,13 +101,14 @@ class Plan:
             attempts: failed runs by work id.
         """
         failed = {chunk for chunk, work in self.work_ids.items() if attempts.get(work, 0) >= MAX_ATTEMPTS}
-        rows = []
-        for row in self.rows:
-            if row.chunk in failed and row.status in (Status.MISSING, Status.STALE, Status.CORRUPT):
-                reason = f"failed {attempts[self.work_ids[row.chunk]]} times, see its runs; {row.reason}"
-                row = replace(row, status=Status.FAILED, reason=reason)
-            rows.append(row)
-        return replace(self, rows=rows)
+
+        def mark(row: PlanRow) -> PlanRow:
+            if row.chunk not in failed or row.status not in (Status.MISSING, Status.STALE, Status.CORRUPT):
+                return row
+            times = attempts[self.work_ids[row.chunk]]
+            return replace(row, status=Status.FAILED, reason=f"failed {times} times, see its runs; {row.reason}")
+
+        return replace(self, rows=[mark(row) for row in self.rows])
 
     def count(self) -> dict[str, Counter[str]]:
         """Statuses by stage."""

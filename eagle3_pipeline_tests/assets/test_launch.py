@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from eagle3_pipeline.assets import jobs, launch
+from eagle3_pipeline.assets import launch
 from eagle3_pipeline.cli import main
 from eagle3_pipeline.definitions import build_definitions
 from eagle3_pipeline.errors import Eagle3Error, StaleInputError
@@ -15,17 +15,14 @@ from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline_tests.assets.conftest import Pipeline
 from eagle3_pipeline_tests.assets.test_graph import FIRST, SECOND
 
-
-@pytest.fixture(autouse=True)
-def _chunks_and_vocabulary_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake engine's states train nothing."""
-    monkeypatch.setitem(jobs.JOB_STAGES, jobs.MEASURE_BASELINE, (ids.VERIFIER,))
-    monkeypatch.setitem(jobs.JOB_STAGES, jobs.TRAIN_AND_EVALUATE, (ids.VOCAB_MAP,))
+# The fake engine's states train nothing.
+WITHOUT_TRAINING = launch.Selection((ids.VERIFIER, *ids.CHUNK_STAGES, ids.VOCAB_MAP))
 
 
-def materialise(pipeline: Pipeline) -> launch.Launched:
+def materialise(pipeline: Pipeline, selection: launch.Selection = WITHOUT_TRAINING) -> launch.Launched:
     spec = pipeline.spec
-    return launch.materialise_stale(spec, build_definitions([spec]), pipeline.instance, print)
+    runner = launch.InProcess(build_definitions([spec]), pipeline.instance, print)
+    return launch.materialise_stale(spec, runner, print, selection)
 
 
 def answer_length(pipeline: Pipeline, chunk: str) -> float:

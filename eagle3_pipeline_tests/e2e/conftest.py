@@ -59,7 +59,7 @@ class Home:
 
     def materialise(self, spec: PipelineSpec) -> launch.Launched:
         """Runs what is not fresh."""
-        return launch.materialise_stale(spec, build_definitions([spec]), self.instance, print)
+        return launch.materialise_stale(spec, launch.InProcess(build_definitions([spec]), self.instance, print), print)
 
 
 @pytest.fixture(scope="session")

@@ -259,7 +259,15 @@ def test_a_plan_is_printed_with_counts_and_the_first_reason(filled: StageContext
     assert lines[ids.DATASET] == ["dataset", "3"]
     # Nothing was measured: five rows of at most 4096 tokens, 12 bytes each.
     costs = ["<=", "20,480", "<=", "0.2", "?"]
-    assert lines[ids.SYNTHETIC_GENERATIONS] == ["synthetic_generations", "3", *costs, "generation.top_k", "0", "->", "5"]
+    assert lines[ids.SYNTHETIC_GENERATIONS] == [
+        "synthetic_generations",
+        "3",
+        *costs,
+        "generation.top_k",
+        "0",
+        "->",
+        "5",
+    ]
     as_json = json.loads(json.dumps(found.to_json()))
     assert as_json["pipeline"] == "p"
     first = {"stage": "verifier", "chunk": "", "status": Status.FRESH, "reason": "", "linked": True}
