@@ -155,10 +155,46 @@ def demo() -> None:
 
 
 @main.command()
+@click.option("--yes", is_flag=True, help="Delete; without it, nothing is.")
+@click.option("--grace-hours", default=24.0, show_default=True, help="Keep what was written to more recently.")
+def gc(yes: bool, grace_hours: float) -> None:
+    """List, and with --yes delete, what no pipeline refers to or asks for: in bytes.
+
+    Counted as used: what the plan of any known pipeline names, every pipeline's references, its champions, past ones
+    too, and what was begun of work that a plan still asks for.
+    """
+    from eagle3_pipeline.planning import retained
+    from eagle3_pipeline.stages.context import SCRATCH
+    from eagle3_pipeline.store.retention import find_garbage
+
+    home = project_home()
+    kept = retained(home)
+    for note in kept.notes:
+        click.secho(note, fg="yellow", err=True)
+    found = list(find_garbage(home / "store", home / SCRATCH, kept.used))
+    old = [one for one in found if one.age_s >= grace_hours * 3600]
+    rows = [[g.kind, g.path.relative_to(home), f"{g.num_bytes:,}", "" if g in old else "younger, kept"] for g in found]
+    click.echo(tabulate(rows, ["kind", "folder", "bytes", ""], colalign=("left", "left", "right", "left")))
+    total = f"{sum(one.num_bytes for one in old):,} bytes"
+    click.echo(f"\n{len(found)} folders are not used; {len(old)} of them, {total}, are older than {grace_hours:g} h")
+    if not yes:
+        click.echo("Nothing was deleted; --yes deletes them.")
+        return
+    removed = [one for one in old if one.remove()]
+    click.echo(f"{len(removed)} folders deleted, {sum(one.num_bytes for one in removed):,} bytes")
+
+
+@main.command()
 @_pipeline_argument
-def verify(pipeline: str) -> None:
+@click.option("--deep", is_flag=True, help="Read contents too: rows against their identity, states against tokens.")
+def verify(pipeline: str, deep: bool) -> None:
     """Compare every file that the pipeline uses with its checksum; damaged artifacts go to quarantine."""
-    sound, problems = StageContext(find_pipeline(pipeline)).verify()
+    context = StageContext(find_pipeline(pipeline))
+    sound, problems = context.verify()
+    if deep:
+        from eagle3_pipeline.stages.deep_verify import deep_verify
+
+        problems += deep_verify(context)
     for problem in problems:
         click.secho(problem, fg="red")
     click.echo(f"{sound} artifacts are sound, {len(problems)} are not")

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -251,10 +252,14 @@ class PipelineSpec(Section):
             raise ValueError("capture.aux_layer_ids must name three layers (EAGLE-3 concatenates three)")
         return self
 
+    @cached_property
+    def semantic_sections(self) -> dict[str, dict[str, Any]]:
+        """The semantic keys of every section."""
+        return {k: getattr(self, k).semantic() for k in type(self).model_fields if k != "name"}
+
     def spec_hash(self) -> str:
         """Hash of all semantic keys: the `eagle3/spec_hash` tag of a run."""
-        sections = {k: getattr(self, k).semantic() for k in type(self).model_fields if k != "name"}
-        return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.semantic_sections, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def expand(text: str) -> str:

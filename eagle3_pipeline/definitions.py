@@ -10,16 +10,12 @@ from eagle3_pipeline.assets.console import short_console
 from eagle3_pipeline.assets.dataset import build_dataset
 from eagle3_pipeline.assets.draft_checkpoint import build_draft_checkpoint
 from eagle3_pipeline.assets.draft_evaluation import build_draft_evaluation
+from eagle3_pipeline.assets.failures import build_failure_report
 from eagle3_pipeline.assets.jobs import build_jobs
 from eagle3_pipeline.assets.published_draft import build_published_draft
 from eagle3_pipeline.assets.resources import GpuPool, PipelineHome
 from eagle3_pipeline.assets.schedules import build_nightly_retrain
-from eagle3_pipeline.assets.sensors import (
-    build_failure_report,
-    build_new_chunks,
-    build_retrain_when_ready,
-    build_staleness,
-)
+from eagle3_pipeline.assets.sensors import build_new_chunks, build_retrain_when_ready, build_staleness
 from eagle3_pipeline.assets.source_rows import build_source_rows
 from eagle3_pipeline.assets.verifier import build_verifier
 from eagle3_pipeline.assets.verifier_outputs import build_verifier_outputs

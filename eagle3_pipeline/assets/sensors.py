@@ -1,4 +1,4 @@
-"""Sensors: new chunks appear, stale aggregates show, a retrain goes on, failures are told in one line."""
+"""Sensors of a pipeline: new chunks appear, stale aggregates show, a retrain goes on."""
 
 import json
 
@@ -10,7 +10,6 @@ from eagle3_pipeline.assets.common import asset_key
 from eagle3_pipeline.assets.jobs import UPDATE, job_name
 from eagle3_pipeline.assets.partitions import chunk_partitions, observation, unpublished_chunks
 from eagle3_pipeline.assets.retrain import carry_on
-from eagle3_pipeline.assets.runs import PARTITION_TAG
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.errors import Eagle3Error
 from eagle3_pipeline.stages.context import StageContext
@@ -109,35 +108,3 @@ def build_retrain_when_ready(spec: PipelineSpec) -> dg.SensorDefinition:
         return dg.SensorResult(run_requests=step.requests, skip_reason=None if step.requests else step.message)
 
     return retrain_when_ready
-
-
-def build_failure_report(specs: list[PipelineSpec]) -> dg.SensorDefinition:
-    """One line per failed run, in the log of the daemon and of the sensor."""
-    names = {spec.name for spec in specs}
-
-    @dg.run_failure_sensor(
-        name="report_failures",
-        minimum_interval_seconds=_INTERVAL_S,
-        default_status=dg.DefaultSensorStatus.RUNNING,
-        description="Logs one line for each failed run: pipeline, chunk, step, reason.",
-    )
-    def report_failures(context: dg.RunFailureSensorContext) -> None:
-        run = context.dagster_run
-        selected = {key.path[0] for key in run.asset_selection or ()} & names
-        pipeline = ", ".join(sorted(selected)) or run.job_name.split("__")[0]
-        chunk = f" chunk {run.tags[PARTITION_TAG]}" if PARTITION_TAG in run.tags else ""
-        events = context.get_step_failure_events()
-        step = events[0].step_key if events else "the run"
-        context.log.error(f"{pipeline}:{chunk} {step} failed: {_reason(context)} (run {run.run_id})")
-
-    return report_failures
-
-
-def _reason(context: dg.RunFailureSensorContext) -> str:
-    for event in context.get_step_failure_events():
-        data = event.step_failure_data
-        if data.user_failure_data and data.user_failure_data.description:
-            return data.user_failure_data.description.splitlines()[0]
-        if data.error:
-            return data.error.message.strip().splitlines()[0]
-    return (context.failure_event.message or "no reason is known").splitlines()[0]

@@ -1,6 +1,6 @@
 """Which runs a plan asks for next: the verifier, then chunks, then the unpartitioned stages."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from eagle3_pipeline.planning import Plan, PlanRow, Status
@@ -36,7 +36,7 @@ def passes(context: StageContext) -> list[tuple[str, ...]]:
     return [(ids.DATASET, ids.SYNTHETIC_GENERATIONS), (ids.HIDDEN_STATES,)]
 
 
-def next_work(plan: Plan, chunk_passes: list[tuple[str, ...]]) -> list[Work]:
+def next_work(plan: Plan, chunk_passes: Sequence[tuple[str, ...]]) -> list[Work]:
     """The runs that can start now; once they are done, ask again. Empty: nothing is left, or the rest is blocked."""
     # First, because Dagster shows as unsynced what was materialised before its upstream.
     if verifier := _unpartitioned(plan, (ids.VERIFIER,)):

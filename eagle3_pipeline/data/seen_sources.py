@@ -43,6 +43,7 @@ class SeenSources:
         self._path = path
         self._reader = reader
         self._before: dict[str, str] = {}
+        self._keys_before: dict[str, list[str]] = {}
         self._conversations: Conversations = {}
         self._files: dict[str, str] = {}
 
@@ -55,13 +56,14 @@ class SeenSources:
         """
         seen = cls(path, digest(spec.model_dump(mode="json", exclude={"min_yield"})), _stamps(spec))
         try:
-            table = pq.read_table(path, schema=_SCHEMA)
+            table = pq.read_table(path)
         except (OSError, pa.ArrowException):
             return seen
-        if (table.schema.metadata or {}).get(_READER) == seen._reader.encode():
+        if table.schema.equals(_SCHEMA) and table.schema.metadata.get(_READER) == seen._reader.encode():
             for row in table.to_pylist():
                 seen._before[row["file"]] = row["stamp"]
                 if row["key"]:
+                    seen._keys_before.setdefault(row["file"], []).append(row["key"])
                     seen._conversations[row["key"]] = _split(row["ids"])
         return seen
 
@@ -78,8 +80,9 @@ class SeenSources:
             chunks: its chunks.
             late: there is no time to read it: it stays as it was, and is left for the next sync.
         """
-        stamp, keys = self.stamps.get(file), [chunk.key for chunk in chunks if chunk.num_rows]
-        if any(key not in self._conversations for key in keys):
+        stamp, keys = self.stamps.get(file), sorted(chunk.key for chunk in chunks if chunk.num_rows)
+        # Another registry than that sync's.
+        if keys != sorted(self._keys_before.get(file, [])):
             return None
         if not stamp or self._before.get(file) != stamp:
             if not late:

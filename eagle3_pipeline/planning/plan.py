@@ -34,6 +34,7 @@ class PlanRow:
         reason: why it is not fresh.
         linked: whether this pipeline's reference names the artifact; another pipeline, or earlier settings, may have
             made one that it only has to point to.
+        fingerprint: the artifact that is asked for; empty while its inputs are not known.
     """
 
     stage: str
@@ -41,6 +42,7 @@ class PlanRow:
     status: Status
     reason: str = ""
     linked: bool = True
+    fingerprint: str = ""
 
     @property
     def to_run(self) -> bool:

@@ -1,7 +1,7 @@
 """Compares the pipeline's settings and chunks with the store."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle3_pipeline.data.registry import Chunk
 from eagle3_pipeline.evaluation.prompts import read_prompt_bytes
@@ -19,11 +19,17 @@ from eagle3_pipeline.store.objects import Artifact
 _ORDER = {stage: position for position, stage in enumerate(ids.FORMAT_VERSIONS)}
 
 
+class _Made(NamedTuple):
+    content_id: str
+    token_counts: str
+
+
 class _Planner:
     def __init__(self, context: StageContext) -> None:
         self._context = context
         self._history = History(context)
         self._costs = Costs(context)
+        self._versions = {stage: ids.code_version(context.spec, stage) for stage in ids.FORMAT_VERSIONS}
         self._rows: list[PlanRow] = []
         self._work_ids: dict[str, str] = {}
         self._left_out: tuple[str, ...] = ()
@@ -32,8 +38,8 @@ class _Planner:
         context, spec = self._context, self._context.spec
         self._check(ids.verifier_identity(spec, context.verifier), None)
         chunks = [chunk for chunk in context.registry.chunks() if chunk.num_rows]
-        generations: dict[str, Artifact] = {}
-        states: dict[str, Artifact] = {}
+        generations: dict[str, _Made] = {}
+        states: dict[str, str] = {}
         for chunk in chunks:
             self._chunk(chunk, generations, states)
         prompts = read_prompt_bytes(spec.evaluation.prompts)
@@ -53,8 +59,8 @@ class _Planner:
         estimates = self._costs.estimates((row for row in rows if row.status is not Status.FRESH), chunks)
         return Plan(self._context.spec.name, rows, self._work_ids, estimates, self._left_out)
 
-    def _chunk(self, chunk: Chunk, generations: dict[str, Artifact], states: dict[str, Artifact]) -> None:
-        """Plans a chunk; adds its generations and states where they are fresh."""
+    def _chunk(self, chunk: Chunk, generations: dict[str, _Made], states: dict[str, str]) -> None:
+        """Plans a chunk; adds content ids of its generations and states where they are fresh."""
         spec, verifier, key = self._context.spec, self._context.verifier, chunk.key
         self._work_ids[key] = self._work_id(ids.CHUNK_STAGES, chunk.content_id)
         dataset = self._check(ids.dataset_identity(spec, chunk), chunk)
@@ -66,34 +72,35 @@ class _Planner:
         if made is None:
             self._pending(ids.HIDDEN_STATES, key, f"waits for {ids.SYNTHETIC_GENERATIONS}")
             return
-        generations[key] = made
-        content = made.manifest.content_ids["input_ids"]
-        captured = self._check(ids.hidden_states_identity(spec, verifier, content), chunk)
+        parts = made.manifest.content_ids
+        generations[key] = _Made(made.manifest.content_id, parts["token_counts"])
+        captured = self._check(ids.hidden_states_identity(spec, verifier, parts["input_ids"]), chunk)
         if captured:
-            states[key] = captured
+            states[key] = captured.manifest.content_id
 
     def _tail(
         self,
         num_chunks: int,
-        generations: Mapping[str, Artifact],
-        states: Mapping[str, Artifact],
+        generations: Mapping[str, _Made],
+        states: Mapping[str, str],
         baseline: Artifact | None,
     ) -> None:
         spec, verifier = self._context.spec, self._context.verifier
-        contents = [{key: a.manifest.content_id for key, a in of.items()} for of in (generations, states)]
-        self._work_ids[""] = self._work_id(ids.TAIL_STAGES, [*contents, verifier.content_id])
+        sequences = {key: made.content_id for key, made in generations.items()}
+        counts = {key: made.token_counts for key, made in generations.items()}
+        self._work_ids[""] = self._work_id(ids.TAIL_STAGES, [sequences, states])
         vocab = checkpoint = evaluation = None
         if not enough_fresh(spec, len(generations), num_chunks):
             self._pending(ids.VOCAB_MAP, "", _waits(ids.SYNTHETIC_GENERATIONS, len(generations), num_chunks))
         else:
-            vocab = self._check(ids.vocab_identity(spec, verifier, ids.token_count_contents(generations)), None)
+            vocab = self._check(ids.vocab_identity(spec, verifier, counts), None)
         if vocab is None:
             self._pending(ids.DRAFT_CHECKPOINT, "", f"waits for {ids.VOCAB_MAP}")
         elif not enough_fresh(spec, len(states), num_chunks):
             self._pending(ids.DRAFT_CHECKPOINT, "", _waits(ids.HIDDEN_STATES, len(states), num_chunks))
         else:
-            sequences = {key: contents[0][key] for key in states}
-            identity = ids.checkpoint_identity(spec, verifier, vocab.manifest.content_id, sequences, contents[1])
+            trained = {key: sequences[key] for key in states}
+            identity = ids.checkpoint_identity(spec, verifier, vocab.manifest.content_id, trained, dict(states))
             checkpoint = self._check(identity, None)
         if checkpoint is None or baseline is None:
             self._pending(ids.DRAFT_EVALUATION, "", f"waits for {ids.BASELINE if checkpoint else ids.DRAFT_CHECKPOINT}")
@@ -116,8 +123,7 @@ class _Planner:
         self._rows.append(row)
 
     def _work_id(self, stages: tuple[str, ...], inputs: Any) -> str:
-        spec = self._context.spec
-        return digest([inputs, self._context.verifier.content_id, *(ids.code_version(spec, stage) for stage in stages)])
+        return digest([inputs, self._context.verifier.content_id, *(self._versions[stage] for stage in stages)])
 
     def _pending(self, stage: str, chunk: str, reason: str) -> None:
         self._rows.append(PlanRow(stage, chunk, Status.PENDING, reason))
@@ -140,7 +146,7 @@ class _Planner:
         if known := manifest or previous:
             self._costs.measure(identity.stage, chunk.num_rows if chunk else 0, known)
         linked = reference is not None and reference.fingerprint == identity.fingerprint
-        self._rows.append(PlanRow(identity.stage, key or "", status, reason, linked))
+        self._rows.append(PlanRow(identity.stage, key or "", status, reason, linked, identity.fingerprint))
         return Artifact(folder, manifest) if manifest and status is Status.FRESH else None
 
 

@@ -1,7 +1,7 @@
 """Why an artifact is not fresh: what it is compared with, and which keys and inputs differ."""
 
+import os
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any
 
 from eagle3_pipeline.stages.context import Identity, StageContext
@@ -16,22 +16,24 @@ class History:
 
     def __init__(self, context: StageContext) -> None:
         self._store = context.store
+        self._by_inputs: dict[str, dict[str, Manifest]] = {}
 
     def previous(self, identity: Identity, reference: Reference | None) -> Manifest | None:
         """What an artifact that is not there is compared with."""
         manifest = None
         if reference:
             manifest = read_manifest(self._store.object_folder(identity.stage, reference.fingerprint))
-        return manifest or self._siblings.get(identity.stage, {}).get(digest(identity.inputs))
+        return manifest or self._siblings(identity.stage).get(digest(identity.inputs))
 
-    @cached_property
-    def _siblings(self) -> dict[str, dict[str, Manifest]]:
-        found: dict[str, dict[str, Manifest]] = {}
-        for path in sorted((self._store.root / "objects").glob("*/*/manifest.json")):
-            manifest = read_manifest(path.parent)
-            if manifest and path.parent.suffix != ".partial":
-                found.setdefault(manifest.stage, {})[digest(manifest.inputs)] = manifest
-        return found
+    def _siblings(self, stage: str) -> dict[str, Manifest]:
+        """The store's manifests of a stage by their inputs; read once."""
+        if stage not in self._by_inputs:
+            self._by_inputs[stage] = {}
+            for path in sorted((self._store.root / "objects" / stage).glob("*/manifest.json")):
+                manifest = read_manifest(path.parent)
+                if manifest and path.parent.suffix != ".partial":
+                    self._by_inputs[stage][digest(manifest.inputs)] = manifest
+        return self._by_inputs[stage]
 
 
 def changes(previous: Manifest, identity: Identity) -> str:
@@ -44,7 +46,7 @@ def damage(artifact: Artifact) -> str:
     """What the sizes of an artifact's files say is wrong; empty: nothing."""
     for name, entry in artifact.manifest.files.items():
         try:
-            size = (artifact.folder / name).stat().st_size
+            size = os.stat(f"{artifact.folder}/{name}").st_size
         except OSError:
             return f"{name} is missing"
         if size != entry.size_bytes:

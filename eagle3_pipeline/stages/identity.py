@@ -1,7 +1,7 @@
 """Fingerprints of all stages: which semantic keys and which inputs each one reads. The planner uses the same."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 from eagle3_pipeline.config import PipelineSpec
@@ -9,7 +9,6 @@ from eagle3_pipeline.data.registry import Chunk
 from eagle3_pipeline.data.verifier import Verifier
 from eagle3_pipeline.stages.context import Identity
 from eagle3_pipeline.store.fingerprint import fingerprint
-from eagle3_pipeline.store.objects import Artifact
 
 VERIFIER = "verifier"
 DATASET = "dataset"
@@ -41,27 +40,36 @@ _PASSTHROUGH_KEYS = ("mode", "max_sequence_tokens", "chat_template_kwargs")
 
 def semantic_part(spec: PipelineSpec, stage: str) -> dict[str, Any]:
     """The semantic keys of the pipeline file that `stage` reads; also its Dagster code version."""
-    verifier, generation, evaluation = spec.verifier.semantic(), spec.generation.semantic(), spec.evaluation.semantic()
+    return _PARTS[stage](spec.semantic_sections)
+
+
+def _generation_part(sections: dict[str, Any]) -> dict[str, Any]:
+    generation = sections["generation"]
     if generation["mode"] == "passthrough":
-        generation = {key: generation[key] for key in _PASSTHROUGH_KEYS}
-    baseline_keys = ("max_new_tokens", "batch_size")
-    parts: dict[str, dict[str, Any]] = {
-        VERIFIER: {},
-        DATASET: {"dataset": spec.dataset.semantic()},
-        SYNTHETIC_GENERATIONS: {"verifier": verifier, "generation": generation},
-        HIDDEN_STATES: {"dtype": spec.verifier.dtype, "capture": spec.capture.semantic()},
-        VOCAB_MAP: {"vocab": spec.vocab.semantic()},
-        BASELINE: {
-            "verifier": verifier,
-            "chat_template_kwargs": generation["chat_template_kwargs"],
-            "capture": spec.capture.semantic(),
-            "evaluation": {key: evaluation[key] for key in baseline_keys},
-        },
-        DRAFT_CHECKPOINT: {"draft": spec.draft.semantic(), "training": spec.training.semantic()},
-        DRAFT_EVALUATION: {"evaluation": evaluation},
-        PUBLISHED_DRAFT: {"publish": spec.publish.semantic()},
+        return {key: generation[key] for key in _PASSTHROUGH_KEYS}
+    return generation
+
+
+def _baseline_part(sections: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "verifier": sections["verifier"],
+        "chat_template_kwargs": sections["generation"]["chat_template_kwargs"],
+        "capture": sections["capture"],
+        "evaluation": {key: sections["evaluation"][key] for key in ("max_new_tokens", "batch_size")},
     }
-    return parts[stage]
+
+
+_PARTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    VERIFIER: lambda _: {},
+    DATASET: lambda s: {"dataset": s["dataset"]},
+    SYNTHETIC_GENERATIONS: lambda s: {"verifier": s["verifier"], "generation": _generation_part(s)},
+    HIDDEN_STATES: lambda s: {"dtype": s["verifier"]["dtype"], "capture": s["capture"]},
+    VOCAB_MAP: lambda s: {"vocab": s["vocab"]},
+    BASELINE: _baseline_part,
+    DRAFT_CHECKPOINT: lambda s: {"draft": s["draft"], "training": s["training"]},
+    DRAFT_EVALUATION: lambda s: {"evaluation": s["evaluation"]},
+    PUBLISHED_DRAFT: lambda s: {"publish": s["publish"]},
+}
 
 
 def code_version(spec: PipelineSpec, stage: str) -> str:
@@ -100,11 +108,6 @@ def hidden_states_identity(spec: PipelineSpec, verifier: Verifier, input_ids_con
 def vocab_identity(spec: PipelineSpec, verifier: Verifier, token_counts: dict[str, str]) -> Identity:
     """The draft vocabulary over all chunks' token counts."""
     return identify(spec, VOCAB_MAP, {"vocab_size": verifier.vocab_size, "token_counts": token_counts})
-
-
-def token_count_contents(generations: Mapping[str, Artifact]) -> dict[str, str]:
-    """Content ids of the chunks' supervised-token counts, by key."""
-    return {key: artifact.manifest.content_ids["token_counts"] for key, artifact in generations.items()}
 
 
 def baseline_identity(spec: PipelineSpec, verifier: Verifier, prompts: bytes) -> Identity:

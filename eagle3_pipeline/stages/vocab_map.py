@@ -22,7 +22,8 @@ def materialise_vocab_map(context: StageContext) -> StageResult:
         DataError: no supervised token, or the coverage is below `vocab.min_coverage`.
     """
     chunks = current_generations(context)
-    identity = ids.vocab_identity(context.spec, context.verifier, ids.token_count_contents(chunks))
+    counts = {key: artifact.manifest.content_ids["token_counts"] for key, artifact in chunks.items()}
+    identity = ids.vocab_identity(context.spec, context.verifier, counts)
     return context.materialise(identity, None, lambda writer: _produce(context, list(chunks.values()), writer))
 
 

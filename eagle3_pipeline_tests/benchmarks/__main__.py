@@ -1,6 +1,6 @@
 """`make bench`: prints what this machine does, and writes it as JSON.
 
-`python -m eagle3_pipeline_tests.benchmarks [capture] [orchestration]` runs some of the parts; without names, all.
+`python -m eagle3_pipeline_tests.benchmarks [capture] [scale] ...` runs some of the parts; without names, all.
 """
 
 import argparse
@@ -12,9 +12,15 @@ from typing import Any
 
 from tabulate import tabulate
 
-from eagle3_pipeline_tests.benchmarks import backfill, capture, engine, orchestration
+from eagle3_pipeline_tests.benchmarks import backfill, capture, engine, orchestration, scale
 
-PARTS = {"capture": capture.run, "orchestration": orchestration.run, "engine": engine.run, "backfill": backfill.run}
+PARTS = {
+    "capture": capture.run,
+    "orchestration": orchestration.run,
+    "scale": scale.run,
+    "engine": engine.run,
+    "backfill": backfill.run,
+}
 
 
 def machine() -> str:

@@ -270,5 +270,13 @@ def test_a_plan_is_printed_with_counts_and_the_first_reason(filled: StageContext
     ]
     as_json = json.loads(json.dumps(found.to_json()))
     assert as_json["pipeline"] == "p"
-    first = {"stage": "verifier", "chunk": "", "status": Status.FRESH, "reason": "", "linked": True}
+    asked = ids.verifier_identity(filled.spec, filled.verifier).fingerprint
+    first = {
+        "stage": "verifier",
+        "chunk": "",
+        "status": Status.FRESH,
+        "reason": "",
+        "linked": True,
+        "fingerprint": asked,
+    }
     assert as_json["rows"][0] == first
