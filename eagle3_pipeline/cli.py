@@ -9,10 +9,10 @@ from typing import Any
 import click
 from tabulate import tabulate
 
-from eagle3_pipeline.config import enabled_pipelines, find_pipeline, pipeline_files, project_home
+from eagle3_pipeline.config import PipelineSpec, enabled_pipelines, find_pipeline, pipeline_files, project_home
 from eagle3_pipeline.engine.state import EngineState
 from eagle3_pipeline.errors import ConfigError, Eagle3Error
-from eagle3_pipeline.planning import PlanRow
+from eagle3_pipeline.planning import Plan, PlanRow
 from eagle3_pipeline.planning import plan as make_plan
 from eagle3_pipeline.stages.context import StageContext
 
@@ -81,7 +81,12 @@ def pipelines() -> None:
 @click.option("--why", metavar="CHUNK", help="Print the lines of one chunk with their reasons ('all': every line).")
 def plan(pipeline: str, as_json: bool, why: str | None) -> None:
     """Show what is fresh, missing, stale or pending, and why. Starts nothing."""
-    result = make_plan(StageContext(find_pipeline(pipeline)))
+    spec = find_pipeline(pipeline)
+    result = _with_failures(spec, make_plan(StageContext(spec)))
+    keys = sorted({row.chunk for row in result.rows if row.chunk})
+    if why not in (None, "all", *keys):
+        there_are = f"the chunks are {keys[0]} to {keys[-1]}" if keys else f"run eagle3 sync-chunks {pipeline}"
+        raise ConfigError(f"{pipeline} has no chunk {why!r}; {there_are}")
     if as_json:
         click.echo(json.dumps(result.to_json(), indent=2))
     elif why:
@@ -89,6 +94,16 @@ def plan(pipeline: str, as_json: bool, why: str | None) -> None:
     else:
         click.echo(result.table())
         click.echo(f"\n{len(result.todo)} of {len(result.rows)} lines are not fresh")
+
+
+def _with_failures(spec: PipelineSpec, found: Plan) -> Plan:
+    """The plan with the work that Dagster's runs failed at too often, where there is an instance."""
+    if not (project_home() / "dagster_home").exists():
+        return found
+    from eagle3_pipeline.assets import launch, runs
+
+    with launch.open_instance() as instance:
+        return found.with_failures(runs.failed_attempts(instance, spec))
 
 
 def _lines(rows: list[PlanRow]) -> str:
@@ -189,12 +204,12 @@ def gc(yes: bool, grace_hours: float) -> None:
 @click.option("--deep", is_flag=True, help="Read contents too: rows against their identity, states against tokens.")
 def verify(pipeline: str, deep: bool) -> None:
     """Compare every file that the pipeline uses with its checksum; damaged artifacts go to quarantine."""
-    context = StageContext(find_pipeline(pipeline))
-    sound, problems = context.verify()
-    if deep:
-        from eagle3_pipeline.stages.deep_verify import deep_verify
+    from eagle3_pipeline.stages import verification
 
-        problems += deep_verify(context)
+    context = StageContext(find_pipeline(pipeline))
+    sound, problems = verification.verify(context)
+    if deep:
+        problems += verification.deep_verify(context)
     for problem in problems:
         click.secho(problem, fg="red")
     click.echo(f"{sound} artifacts are sound, {len(problems)} are not")

@@ -52,7 +52,7 @@ class ThroughDaemon:
     """Queues runs; the daemon starts as many at once as dagster.yaml allows."""
 
     def __init__(self, instance: dg.DagsterInstance, log: Callable[[str], None]) -> None:
-        self._instance = instance
+        self.instance = instance
         self._log = log
 
     def run(self, spec: PipelineSpec, work: list[Work]) -> None:
@@ -79,7 +79,7 @@ class ThroughDaemon:
     def _queue(self, spec: PipelineSpec, work: list[Work]) -> list[str]:
         from dagster_graphql.cli import execute_query
 
-        with _workspace(self._instance) as workspace:
+        with _workspace(self.instance) as workspace:
             location = next(iter(workspace.create_request_context().get_code_location_entries().values()))
             if location.load_error:
                 raise Eagle3Error(f"the code location does not load: {location.load_error.message.strip()}")
@@ -111,7 +111,7 @@ class ThroughDaemon:
     def _wait(self, spec: PipelineSpec, runs: list[str]) -> dict[str, DagsterRunStatus]:
         started, next_report = time.monotonic(), time.monotonic() + _REPORT_EVERY_S
         while True:
-            found = {run.run_id: run.status for run in self._instance.get_runs(RunsFilter(run_ids=runs))}
+            found = {run.run_id: run.status for run in self.instance.get_runs(RunsFilter(run_ids=runs))}
             open_runs = [run for run, status in found.items() if status in UNFINISHED]
             if not open_runs:
                 return found
@@ -121,7 +121,7 @@ class ThroughDaemon:
             time.sleep(_POLL_S)
 
     def _reason(self, run: str) -> str:
-        records = self._instance.get_records_for_run(run, of_type=dg.DagsterEventType.STEP_FAILURE, limit=1).records
+        records = self.instance.get_records_for_run(run, of_type=dg.DagsterEventType.STEP_FAILURE, limit=1).records
         event = records[0].event_log_entry.dagster_event if records else None
         data = event.step_failure_data if event else None
         if data and data.user_failure_data and data.user_failure_data.description:

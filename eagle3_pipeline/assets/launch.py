@@ -59,6 +59,8 @@ class Selection:
 class Runner(Protocol):
     """Executes runs and waits for them."""
 
+    instance: dg.DagsterInstance
+
     def run(self, spec: PipelineSpec, work: list[Work]) -> None:
         """Raises `Eagle3Error` if one fails."""
 
@@ -67,8 +69,8 @@ class InProcess:
     """Runs in this process, one after the other; the first failure ends it."""
 
     def __init__(self, definitions: dg.Definitions, instance: dg.DagsterInstance, log: Log) -> None:
+        self.instance = instance
         self._definitions = definitions
-        self._instance = instance
         self._log = log
 
     def run(self, spec: PipelineSpec, work: list[Work]) -> None:
@@ -78,7 +80,7 @@ class InProcess:
             self._log(f"{spec.name}: {item.text}" + (f" ({number} of {len(work)})" if len(work) > 1 else ""))
             result = job.execute_in_process(
                 run_config=_RUN_CONFIG,
-                instance=self._instance,
+                instance=self.instance,
                 partition_key=item.chunk or None,
                 asset_selection=[asset_key(spec, stage) for stage in item.stages],
                 tags=run_tags(spec, item),
@@ -140,6 +142,8 @@ def materialise_stale(spec: PipelineSpec, runner: Runner, log: Log, selection: S
     """
     context, selection = StageContext(spec, log), selection or Selection()
     context.all_chunks()
+    # An instance that lost its partitions, or never had them, gets them back.
+    publish_chunks(runner.instance, spec, context.registry.chunks())
     launched, before = Launched(), len(context.engines.starts())
     done: set[Work] = set()
     while work := _selected(context, selection):

@@ -139,29 +139,6 @@ class StageContext:
             raise StaleInputError(f"{self.spec.name}: {where} is not materialised; materialise it first")
         return artifact
 
-    def verify(self) -> tuple[int, list[str]]:
-        """Compares every file that this pipeline uses with its checksum; damaged artifacts go to quarantine.
-
-        Returns:
-            How many artifacts were read, and what is wrong with the others.
-        """
-        sound, problems = 0, []
-        for stage, chunk in self.references.places():
-            reference = self.references.get(stage, chunk)
-            where = f"{stage}[{chunk}]" if chunk else stage
-            try:
-                artifact = self.store.get(stage, reference.fingerprint) if reference else None
-                if artifact:
-                    self.store.verify(artifact)
-                    sound += 1
-                else:
-                    problems.append(
-                        f"{where}: its reference or its artifact is gone or unreadable; materialise it again"
-                    )
-            except CorruptArtifactError as error:
-                problems.append(f"{where}: {error}")
-        return sound, problems
-
     def all_chunks(self) -> list[str]:
         """Keys of all chunks that hold rows.
 

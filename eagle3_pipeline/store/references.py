@@ -48,4 +48,7 @@ class References:
     def places(self) -> Iterator[tuple[str, str | None]]:
         """(stage, chunk) of every reference file, readable or not."""
         for path in sorted(self.folder.glob("*/*.json")):
+            # `published_draft` is a link to an artifact.
+            if path.parent.is_symlink():
+                continue
             yield path.parent.name, None if path.stem == UNPARTITIONED else path.stem

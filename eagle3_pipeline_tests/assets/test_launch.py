@@ -1,17 +1,23 @@
 """`eagle3 materialize` and `eagle3 verify`: what is fresh is also what is used; damage and emptiness are told."""
 
+import json
 import os
+import time
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
+from dagster._daemon.types import DaemonHeartbeat
 
 from eagle3_pipeline.assets import launch
+from eagle3_pipeline.assets.daemon import daemon_runs
 from eagle3_pipeline.cli import main
 from eagle3_pipeline.definitions import build_definitions
 from eagle3_pipeline.errors import Eagle3Error, StaleInputError
 from eagle3_pipeline.planning import plan
 from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline.store.fingerprint import file_checksum
 from eagle3_pipeline_tests.assets.conftest import Pipeline
 from eagle3_pipeline_tests.assets.test_graph import FIRST, SECOND
 
@@ -121,3 +127,78 @@ def test_a_home_that_cannot_be_written_is_an_error_of_one_line(tmp_path: Path, m
     result = command("home")
     assert result.exit_code == 1
     assert "StoreError: cannot write" in result.output
+
+
+def test_deep_verification_reads_contents(pipeline: Pipeline) -> None:
+    """States of other tokens, and rows of another identity, under checksums that are right."""
+    pipeline.run_chunk(FIRST)
+    pipeline.run_chunk(SECOND)
+    assert command("verify", "fake", "--deep").exit_code == 0
+    states = [pipeline.context.upstream(ids.HIDDEN_STATES, chunk) for chunk in (FIRST, SECOND)]
+    exchange(states[0].folder, states[1].folder)
+    made = pipeline.context.upstream(ids.SYNTHETIC_GENERATIONS, SECOND)
+    rows = pq.read_table(made.path("sequences.parquet"))
+    turned = rows.take(list(reversed(range(rows.num_rows))))
+    pq.write_table(turned, made.path("sequences.parquet"))
+    seal(made.folder)
+    assert command("verify", "fake").exit_code == 0, "checksums see nothing"
+    result = command("verify", "fake", "--deep")
+    assert result.exit_code == 1
+    assert f"hidden_states[{FIRST}]: chunk {FIRST}: the index holds 4 sequences" in result.output
+    assert f"synthetic_generations[{SECOND}]: sequences.parquet holds rows of content id " in result.output
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Exchanges the files of two artifacts, and corrects their manifests."""
+    for name in ("shard-00000.safetensors", "index.parquet"):
+        (one / name).rename(one / "kept")
+        (other / name).rename(one / name)
+        (one / "kept").rename(other / name)
+    for folder in (one, other):
+        seal(folder)
+
+
+def seal(folder: Path) -> None:
+    """Writes sizes and checksums of the files that are there into the manifest."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name, entry in manifest["files"].items():
+        entry |= {"size_bytes": (folder / name).stat().st_size, "xxh3": file_checksum(folder / name)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_selection_runs_only_what_is_selected(pipeline: Pipeline) -> None:
+    launched = materialise(pipeline, launch.Selection((ids.DATASET,), "00000[1-9]"))
+    assert launched.num_runs == 1
+    assert plan(pipeline.context).count()[ids.DATASET] == {"fresh": 1, "missing": 1}
+    # What waits for something that is not selected does not run.
+    assert materialise(pipeline, launch.Selection((ids.HIDDEN_STATES,))).num_runs == 0
+    assert materialise(pipeline, launch.Selection(ids.CHUNK_STAGES, SECOND)).num_runs == 1
+    assert [row.chunk for row in plan(pipeline.context).rows if row.chunk and row.status == "fresh"] == [SECOND] * 3
+
+
+def test_a_dry_run_starts_nothing_and_names_what_would_run(pipeline: Pipeline) -> None:
+    pipeline.run("prepare_data", FIRST)
+    result = command("materialize", "fake", "--stale", "--stage", "dataset", "--dry-run")
+    assert [line.split()[:3] for line in result.output.splitlines()[2:3]] == [["dataset", SECOND, "missing"]]
+    assert "1 lines are not fresh; nothing was started" in result.output
+    assert not (pipeline.home / "dagster_home").exists()
+    result = command("materialize", "fake", "--stage", "datasets")
+    assert result.exit_code == 1 and "no stage is named 'datasets'; there are: verifier, dataset, " in result.output
+
+
+def test_materialize_without_a_daemon_runs_here_and_tells_what_is_left(pipeline: Pipeline) -> None:
+    result = command("materialize", "fake", "--stage", "dataset", "--stage", "synthetic_generations", "--chunks", FIRST)
+    assert result.exit_code == 0, result.output
+    assert "fake: dataset, synthetic_generations of chunk 000000" in result.output
+    assert "fake: 1 runs, 1 engine starts" in result.output
+
+
+def test_an_old_heartbeat_is_no_daemon(pipeline: Pipeline) -> None:
+    def beat(age_s: float) -> bool:
+        heartbeat = DaemonHeartbeat(time.time() - age_s, "QUEUED_RUN_COORDINATOR", "id", [])
+        pipeline.instance.add_daemon_heartbeat(heartbeat)
+        return daemon_runs(pipeline.instance)
+
+    assert not daemon_runs(pipeline.instance)
+    assert beat(5)
+    assert not beat(300)

@@ -104,3 +104,12 @@ def test_too_large_work_is_refused_with_both_numbers(tmp_path: Path) -> None:
     with pytest.raises(DiskSpaceError, match=r"states of chunk 7 needs about 1,000,000,000,000,000 bytes .* are free"):
         atomic.require_space(tmp_path / "not" / "there", 10**15, "states of chunk 7")
     atomic.require_space(tmp_path / "not" / "there", 1, "states of chunk 7")
+
+
+def test_a_link_to_an_artifact_holds_no_references(tmp_path: Path) -> None:
+    references = References(tmp_path, "p")
+    (tmp_path / "artifact").mkdir()
+    (tmp_path / "artifact" / "config.json").write_text("{}")
+    references.folder.mkdir(parents=True)
+    (references.folder / "published_draft").symlink_to(tmp_path / "artifact")
+    assert list(references.places()) == []

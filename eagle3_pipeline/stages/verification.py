@@ -1,20 +1,54 @@
-"""Reads what artifacts hold, beyond checksums: an artifact can be whole and yet not be what its manifest says."""
+"""`eagle3 verify`: checksums of what a pipeline uses, and, deep, whether it is what its manifest says."""
 
 from collections.abc import Iterator
 
 import pyarrow.parquet as pq
 
 from eagle3_pipeline.data.sequences import CONTENT_COLUMNS as SEQUENCE_COLUMNS
-from eagle3_pipeline.errors import Eagle3Error
+from eagle3_pipeline.errors import CorruptArtifactError, Eagle3Error
 from eagle3_pipeline.stages import dataset
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.capture import captured_tokens
 from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.stages.fidelity import check_states
+from eagle3_pipeline.stages.published_draft import read_champion
 from eagle3_pipeline.stages.verifier_outputs import SEQUENCES
 from eagle3_pipeline.store.fingerprint import table_content_id
 from eagle3_pipeline.store.objects import Artifact
 from eagle3_pipeline.store.shards import read_index
+
+
+def verify(context: StageContext) -> tuple[int, list[str]]:
+    """Compares every file that this pipeline uses with its checksum; damaged artifacts go to quarantine.
+
+    Returns:
+        How many artifacts were read, and what is wrong with the others.
+    """
+    sound, problems = 0, []
+    for where, stage, fingerprint in _used(context):
+        try:
+            artifact = context.store.get(stage, fingerprint) if fingerprint else None
+            if artifact:
+                context.store.verify(artifact)
+                sound += 1
+            else:
+                problems.append(f"{where}: its reference or its artifact is gone or unreadable; materialise it again")
+        except CorruptArtifactError as error:
+            problems.append(f"{where}: {error}")
+    return sound, problems
+
+
+def _used(context: StageContext) -> Iterator[tuple[str, str, str]]:
+    """Name, stage and fingerprint of every artifact in use, the champion's checkpoint among them."""
+    checkpoints = set()
+    for stage, chunk in context.references.places():
+        reference = context.references.get(stage, chunk)
+        fingerprint = reference.fingerprint if reference else ""
+        checkpoints |= {fingerprint} if stage == ids.DRAFT_CHECKPOINT else set()
+        yield f"{stage}[{chunk}]" if chunk else stage, stage, fingerprint
+    champion = read_champion(context.references.folder)
+    if champion and champion.get("checkpoint") not in (None, *checkpoints):
+        yield "the champion", ids.DRAFT_CHECKPOINT, champion["checkpoint"]
 
 
 def deep_verify(context: StageContext) -> list[str]:
