@@ -273,7 +273,7 @@ def engine_reset() -> None:
 
 @main.command()
 def status() -> None:
-    """Show who holds which device, and all engines."""
+    """Show who holds which device, all engines, and Dagster's queued and running runs."""
     from eagle3_pipeline.engine.devices import count_gpus
     from eagle3_pipeline.engine.lease import GpuPool
 
@@ -285,6 +285,14 @@ def status() -> None:
     click.echo()
     rows = _engine_rows(project_home() / "engines")
     click.echo(tabulate(rows, ["engine", "phase", "pid", "jobs", "loads"]) if rows else "no engine ever ran here")
+    if (project_home() / "dagster_home").exists():
+        from eagle3_pipeline.assets import launch, runs
+
+        with launch.open_instance() as instance:
+            counts = runs.count_unfinished(instance)
+        click.echo(
+            "\nruns: " + (", ".join(f"{n} {status}" for status, n in counts.items()) or "none queued or running")
+        )
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ import hashlib
 import json
 import os
 import re
+import zoneinfo
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from eagle3_pipeline.errors import ConfigError
 
@@ -223,6 +224,13 @@ class ScheduleSpec(Section):
     min_fresh_fraction: float = execution(
         1.0, "vocabulary and training need at least this share of the chunks; the others are left out", gt=0, le=1
     )
+
+    @field_validator("timezone")
+    @classmethod
+    def _check_timezone(cls, name: str) -> str:
+        if name not in zoneinfo.available_timezones():
+            raise ValueError(f"{name!r} is no time zone of this machine, e.g. UTC or Europe/Berlin")
+        return name
 
 
 class PipelineSpec(Section):

@@ -39,6 +39,11 @@ def in_flight(instance: dg.DagsterInstance, spec: PipelineSpec) -> set[str]:
     return {run.tags.get(PARTITION_TAG, "") for run in runs if _belongs_to(run, spec)}
 
 
+def count_unfinished(instance: dg.DagsterInstance) -> dict[str, int]:
+    """Runs that are queued or running, by status."""
+    return dict(Counter(run.status.value.lower() for run in instance.get_runs(RunsFilter(statuses=UNFINISHED))))
+
+
 def _belongs_to(run: DagsterRun, spec: PipelineSpec) -> bool:
     selected = run.asset_selection or ()
     return run.job_name.startswith(f"{spec.name}__") or any(key.path[0] == spec.name for key in selected)

@@ -18,7 +18,7 @@ from eagle3_pipeline.store import atomic
 from eagle3_pipeline.store.fingerprint import digest
 
 REGISTRY_NAME = "chunks.jsonl"
-SEEN_NAME = "seen_sources.npz"
+SEEN_NAME = "seen_sources.parquet"
 
 
 @dataclass(frozen=True)
