@@ -8,6 +8,7 @@ import yaml
 
 from eagle3_pipeline.cli import main
 from eagle3_pipeline.config import PipelineSpec
+from eagle3_pipeline.definitions import build_definitions
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
@@ -67,3 +68,15 @@ def test_the_example_pipeline_is_valid(block: str) -> None:
 def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (REPOSITORY / target).exists(), target
+
+
+def test_sensors_schedules_and_schedule_keys_exist() -> None:
+    spec = PipelineSpec.model_validate({"name": "my_model", **yaml.safe_load(blocks("yaml")[0])})
+    repository = build_definitions([spec]).get_repository_def()
+    names = {one.name for one in (*repository.sensor_defs, *repository.schedule_defs)}
+    named = set(re.findall(r"`(my_model__\w+|report_failures)`", README))
+    assert len(named) == 5 and named <= names
+    keys = re.findall(r"`((?:schedule|resources|dataset)\.\w+)", README)
+    assert len(keys) > 5
+    for section, key in (name.split(".") for name in keys):
+        assert key in type(getattr(spec, section)).model_fields, f"{section}.{key}"

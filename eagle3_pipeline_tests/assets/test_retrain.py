@@ -221,3 +221,19 @@ def test_a_run_of_an_edited_pipeline_fails_with_that_reason(pipeline: Pipeline) 
     assert "was edited after this run was launched (settings 0123456789abcdef then" in json.dumps(
         data.user_failure_data.description
     )
+
+
+def test_three_hundred_chunks_are_requested_in_one_tick_and_then_the_tail(pipeline: Pipeline) -> None:
+    for number in range(298):
+        pipeline.write_rows(f"n{number:03d}.jsonl", [f"row {number}"])
+    pipeline.sync()
+    step = begin(pipeline.spec, pipeline.instance, print)
+    assert [request.partition_key for request in step.requests] == [f"{number:06d}" for number in range(300)]
+    assert len({request.run_key for request in step.requests}) == 300
+    # Half of them run, and are known to run: the other half is requested again, under the same keys.
+    job = build_definitions([pipeline.spec]).resolve_job_def("fake__update")
+    for request in step.requests[:150]:
+        tags = {**request.tags, "dagster/partition": str(request.partition_key)}
+        pipeline.instance.create_run_for_job(job, tags=tags, status=DagsterRunStatus.STARTED)
+    again = carry_on(pipeline.spec, pipeline.instance, print)
+    assert [request.run_key for request in again.requests] == [request.run_key for request in step.requests[150:]]
