@@ -170,6 +170,41 @@ def demo() -> None:
 
 
 @main.command()
+@_pipeline_argument
+@click.option(
+    "--to", "draft_id", metavar="ID", help="Make this draft the champion and pin it: nothing replaces it by itself."
+)
+@click.option("--unpin", is_flag=True, help="Let the next evaluation replace the champion again.")
+def promote(pipeline: str, draft_id: str | None, unpin: bool) -> None:
+    """Show the champions of a pipeline; go back to one of them, or to the current draft.
+
+    Without options: every promotion, the newest last. The champion's folder, with its model card, is what users serve.
+    """
+    from eagle3_pipeline.stages import published_draft
+    from eagle3_pipeline.stages.champion import read_champion, read_history
+
+    context = StageContext(find_pipeline(pipeline), log=click.echo)
+    if draft_id and unpin:
+        raise ConfigError("--to pins and --unpin unpins: give one of them")
+    if draft_id:
+        published_draft.pin_draft(context, draft_id)
+    elif unpin:
+        published_draft.unpin_draft(context)
+    champion = read_champion(context.references.folder)
+    rows = [
+        [one.draft.draft_id, one.promoted_at, f"{one.draft.acceptance_length:.3f}", one.reason]
+        for one in read_history(context.references.folder)
+    ]
+    click.echo(tabulate(rows, ["draft", "promoted", "acceptance length", "why"], disable_numparse=True))
+    if champion:
+        pinned = ", pinned" if champion.pinned else ""
+        click.echo(f"\nchampion: {champion.draft.draft_id}{pinned}: {champion.reason}")
+        click.echo(f"folder: {context.references.folder / published_draft.LINK}")
+    else:
+        click.echo("\nno champion yet")
+
+
+@main.command()
 @click.option("--yes", is_flag=True, help="Delete; without it, nothing is.")
 @click.option("--grace-hours", default=24.0, show_default=True, help="Keep what was written to more recently.")
 def gc(yes: bool, grace_hours: float) -> None:

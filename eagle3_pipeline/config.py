@@ -193,6 +193,9 @@ class PublishSpec(Section):
     """When a draft replaces the champion."""
 
     min_improvement: float = semantic(0.0, "acceptance length by which a challenger must beat the champion")
+    max_category_drop: float | None = semantic(
+        None, "largest loss of acceptance length in any category that a challenger may have; null: any", ge=0
+    )
 
 
 class ResourcesSpec(Section):

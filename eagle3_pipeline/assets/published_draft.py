@@ -6,6 +6,7 @@ from eagle3_pipeline.assets.common import asset_arguments, asset_key, stage_cont
 from eagle3_pipeline.assets.resources import PipelineHome
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.stages.identity import DRAFT_EVALUATION, PUBLISHED_DRAFT
+from eagle3_pipeline.stages.model_card import CARD
 from eagle3_pipeline.stages.published_draft import publish_draft
 
 
@@ -22,12 +23,15 @@ def build_published_draft(spec: PipelineSpec) -> dg.AssetsDefinition:
             publication = publish_draft(stage)
         champion = publication.champion
         return dg.MaterializeResult(
-            data_version=dg.DataVersion(champion["checkpoint_content"]),
+            data_version=dg.DataVersion(champion.draft.checkpoint_content),
             metadata={
-                "acceptance_length": champion["acceptance_length"],
+                "acceptance_length": champion.draft.acceptance_length,
+                "draft_id": champion.draft.draft_id,
                 "promoted": publication.promoted,
-                "decision": champion["reason"],
+                "pinned": champion.pinned,
+                "decision": champion.reason,
                 "folder": dg.MetadataValue.path(str(publication.link)),
+                "model_card": dg.MetadataValue.md((publication.link / CARD).read_text(encoding="utf-8")),
             },
         )
 

@@ -39,7 +39,7 @@ class Costs:
         """
         measured, metrics = self._measured[stage], manifest.metrics
         measured.num_rows += num_rows
-        measured.num_tokens += metrics.get("num_tokens", metrics.get("num_train_tokens", 0.0))
+        measured.num_tokens += metrics.get("num_tokens", 0.0)
         measured.num_bytes += manifest.size_bytes
         # The time of waiting for an engine or for its load is no property of the chunk.
         measured.seconds += metrics.get("engine_s", manifest.wall_s)

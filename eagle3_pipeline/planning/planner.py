@@ -9,9 +9,9 @@ from eagle3_pipeline.planning.costs import Costs
 from eagle3_pipeline.planning.plan import Plan, PlanRow, Status
 from eagle3_pipeline.planning.reasons import History, changes, damage
 from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline.stages.champion import read_champion
 from eagle3_pipeline.stages.context import Identity, StageContext
 from eagle3_pipeline.stages.current import enough_fresh
-from eagle3_pipeline.stages.published_draft import read_champion
 from eagle3_pipeline.store.fingerprint import digest
 from eagle3_pipeline.store.manifest import read_manifest
 from eagle3_pipeline.store.objects import Artifact
@@ -116,7 +116,7 @@ class _Planner:
         champion = read_champion(self._context.references.folder)
         if champion is None:
             row = PlanRow(ids.PUBLISHED_DRAFT, "", Status.MISSING, "there is no champion yet")
-        elif champion.get("considered") != evaluation.manifest.content_id:
+        elif champion.considered != evaluation.manifest.content_id:
             row = PlanRow(ids.PUBLISHED_DRAFT, "", Status.STALE, "the current draft was not compared with the champion")
         else:
             row = PlanRow(ids.PUBLISHED_DRAFT, "", Status.FRESH)

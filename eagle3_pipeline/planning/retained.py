@@ -7,8 +7,8 @@ from eagle3_pipeline.config import find_pipeline, pipeline_files
 from eagle3_pipeline.errors import Eagle3Error, StoreError
 from eagle3_pipeline.planning.planner import plan
 from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline.stages.champion import read_champion, read_history
 from eagle3_pipeline.stages.context import StageContext
-from eagle3_pipeline.stages.published_draft import read_champion
 from eagle3_pipeline.store.references import References
 from eagle3_pipeline.store.retention import Key
 
@@ -64,8 +64,5 @@ def _add_references(found: Retained, references: References) -> None:
             )
         found.used.add((reference.stage, reference.fingerprint))
     champion = read_champion(references.folder)
-    while champion:
-        for stage, name in ((ids.DRAFT_CHECKPOINT, "checkpoint"), (ids.DRAFT_EVALUATION, "evaluation")):
-            if name in champion:
-                found.used.add((stage, champion[name]))
-        champion = champion.get("previous")
+    for one in [*read_history(references.folder), *([champion] if champion else [])]:
+        found.used |= {(ids.DRAFT_CHECKPOINT, one.draft.checkpoint), (ids.DRAFT_EVALUATION, one.draft.evaluation)}

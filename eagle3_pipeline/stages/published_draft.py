@@ -1,18 +1,33 @@
-"""The `published_draft` asset: the champion, a pointer that moves only to a better draft."""
+"""The `published_draft` asset: the champion, a pointer that moves only to a better draft, or where people pin it."""
 
-import json
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+import pyarrow.parquet as pq
+
+from eagle3_pipeline.config import PublishSpec
+from eagle3_pipeline.errors import ConfigError
+from eagle3_pipeline.evaluation.report import POOLED
 from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline.stages.champion import (
+    Champion,
+    Contender,
+    read_champion,
+    read_history,
+    write_champion,
+)
 from eagle3_pipeline.stages.context import StageContext
+from eagle3_pipeline.stages.draft_evaluation import EVALUATION
+from eagle3_pipeline.stages.model_card import write_published_folder
 from eagle3_pipeline.store import atomic
 from eagle3_pipeline.store.manifest import utc_now
+from eagle3_pipeline.store.objects import Artifact
 
-CHAMPION = "champion.json"
 LINK = "published_draft"
+_FOLDERS = "published"
 
 
 @dataclass(frozen=True)
@@ -22,73 +37,137 @@ class Publication:
     Attributes:
         champion: content of `champion.json`.
         promoted: whether this decision moved the pointer.
-        link: the folder that users serve, a symbolic link to the champion's artifact.
+        link: the folder that users serve: a symbolic link to the champion's folder.
     """
 
-    champion: dict[str, Any]
+    champion: Champion
     promoted: bool
     link: Path
 
 
-def read_champion(folder: Path) -> dict[str, Any] | None:
-    """The champion of a pipeline's folder, if there is one."""
-    try:
-        return json.loads((folder / CHAMPION).read_bytes())
-    except (OSError, ValueError):
-        return None
-
-
 def publish_draft(context: StageContext) -> Publication:
-    """Promotes the current draft if its evaluation beats the champion's by `publish.min_improvement`.
+    """Promotes the current draft if it beats the champion by `publish.min_improvement` and falls behind nowhere."""
+    with _champions(context) as folder:
+        challenger = contender(context.upstream(ids.DRAFT_CHECKPOINT), context.upstream(ids.DRAFT_EVALUATION))
+        champion = read_champion(folder)
+        promoted, reason = decide(champion, challenger, context.spec.publish)
+        context.log(f"{context.spec.name}: {reason}")
+        if promoted:
+            return _crown(context, Champion(challenger, utc_now(), reason, challenger.evaluation_content))
+        assert champion is not None
+        champion = replace(champion, reason=reason, considered=challenger.evaluation_content)
+        write_champion(folder, champion, promoted=False)
+        return Publication(champion, False, folder / LINK)
+
+
+def pin_draft(context: StageContext, draft_id: str) -> Publication:
+    """Makes a past champion, or the current draft, the champion until `unpin_draft`.
+
+    Raises:
+        ConfigError: no such draft of this pipeline has an evaluation.
+        StoreError: its files are gone.
+    """
+    with _champions(context) as folder:
+        known = {one.draft_id: one for one in _known_drafts(context)}
+        matches = [one for name, one in known.items() if draft_id and name.startswith(draft_id[: len(name)])]
+        if len(matches) != 1:
+            there_are = ", ".join(known) or "none"
+            raise ConfigError(f"{context.spec.name}: {len(matches)} drafts match {draft_id!r}; there are: {there_are}")
+        chosen = matches[0]
+        champion = read_champion(folder)
+        considered = champion.considered if champion else chosen.evaluation_content
+        return _crown(context, Champion(chosen, utc_now(), "pinned by hand", considered, pinned=True))
+
+
+def unpin_draft(context: StageContext) -> Champion:
+    """Lets the next decision replace the champion again.
+
+    Raises:
+        ConfigError: there is no champion.
+    """
+    with _champions(context) as folder:
+        champion = read_champion(folder)
+        if champion is None:
+            raise ConfigError(f"{context.spec.name} has no champion yet")
+        # What was turned down while it was pinned is compared again.
+        champion = replace(champion, pinned=False, considered="", reason="not pinned any more")
+        write_champion(folder, champion, promoted=False)
+        return champion
+
+
+def contender(checkpoint: Artifact, evaluation: Artifact) -> Contender:
+    """A draft by its artifacts."""
+    rows = pq.read_table(evaluation.path(EVALUATION)).to_pylist()
+    return Contender(
+        checkpoint=checkpoint.manifest.fingerprint,
+        checkpoint_content=checkpoint.manifest.content_id,
+        evaluation=evaluation.manifest.fingerprint,
+        evaluation_content=evaluation.manifest.content_id,
+        baseline_content=evaluation.manifest.inputs["baseline"],
+        acceptance_length=evaluation.manifest.metrics["acceptance_length"],
+        acceptance_by_category={row["category"]: row["acceptance_length"] for row in rows if row["category"] != POOLED},
+    )
+
+
+def decide(champion: Champion | None, challenger: Contender, spec: PublishSpec) -> tuple[bool, str]:
+    """Whether the challenger becomes the champion, and why.
 
     A champion that was evaluated on other prompts or another verifier is no measure: the challenger replaces it.
     """
-    folder = context.references.folder
-    with atomic.exclusive(folder / "champion.lock", "champion", wait=True):
-        challenger = _challenger(context)
-        champion = read_champion(folder)
-        promoted, reason = _decide(champion, challenger, context.spec.publish.min_improvement)
-        context.log(f"{context.spec.name}: {reason}")
-        record = (
-            {**challenger, "promoted_at": utc_now(), "previous": _without_history(champion)} if promoted else champion
-        )
-        record = {**(record or {}), "considered": challenger["evaluation_content"], "reason": reason}
-        # The link first: between the two writes the pointer names the older of two complete drafts.
-        if promoted:
-            _point(folder / LINK, context.store.object_folder(ids.DRAFT_CHECKPOINT, challenger["checkpoint"]))
-        atomic.write_json(folder / CHAMPION, record)
-    return Publication(record, promoted, folder / LINK)
-
-
-def _challenger(context: StageContext) -> dict[str, Any]:
-    checkpoint = context.upstream(ids.DRAFT_CHECKPOINT).manifest
-    evaluation = context.upstream(ids.DRAFT_EVALUATION).manifest
-    return {
-        "checkpoint": checkpoint.fingerprint,
-        "checkpoint_content": checkpoint.content_id,
-        "evaluation": evaluation.fingerprint,
-        "evaluation_content": evaluation.content_id,
-        "baseline_content": evaluation.inputs["baseline"],
-        "acceptance_length": evaluation.metrics["acceptance_length"],
-    }
-
-
-def _decide(champion: dict[str, Any] | None, challenger: dict[str, Any], margin: float) -> tuple[bool, str]:
-    new = challenger["acceptance_length"]
-    if champion is None or "checkpoint" not in champion:
+    new = challenger.acceptance_length
+    if champion is None:
         return True, f"first champion, acceptance length {new:.3f}"
-    old = champion["acceptance_length"]
-    if champion["checkpoint_content"] == challenger["checkpoint_content"]:
-        return False, f"this draft is the champion already, acceptance length {old:.3f}"
-    if champion["baseline_content"] != challenger["baseline_content"]:
+    old = champion.draft
+    if old.checkpoint_content == challenger.checkpoint_content:
+        return False, f"this draft is the champion already, acceptance length {old.acceptance_length:.3f}"
+    if champion.pinned:
+        return False, f"not promoted: the champion {old.draft_id} is pinned (eagle3 promote PIPELINE --unpin)"
+    if old.baseline_content != challenger.baseline_content:
         return True, f"promoted, acceptance length {new:.3f}: the old champion was evaluated on other prompts"
-    if new > old + margin:
-        return True, f"promoted: acceptance length {new:.3f} beats {old:.3f} by more than {margin}"
-    return False, f"not promoted: acceptance length {new:.3f} against the champion's {old:.3f} (margin {margin})"
+    against = f"acceptance length {new:.3f} against the champion's {old.acceptance_length:.3f}"
+    if new <= old.acceptance_length + spec.min_improvement:
+        return False, f"not promoted: {against}, publish.min_improvement is {spec.min_improvement:g}"
+    if spec.max_category_drop is not None:
+        for category, before in old.acceptance_by_category.items():
+            after = challenger.acceptance_by_category.get(category, 0.0)
+            if after < before - spec.max_category_drop:
+                return False, (
+                    f"not promoted: {against}, but {after:.3f} against {before:.3f} in category {category}; "
+                    f"publish.max_category_drop is {spec.max_category_drop:g}"
+                )
+    return True, f"promoted: {against}"
 
 
-def _without_history(champion: dict[str, Any] | None) -> dict[str, Any] | None:
-    return {k: v for k, v in champion.items() if k != "previous"} if champion else None
+def _known_drafts(context: StageContext) -> Iterator[Contender]:
+    """Past champions, then the current draft if it was evaluated."""
+    for one in read_history(context.references.folder):
+        yield one.draft
+    references = [context.references.get(stage, None) for stage in (ids.DRAFT_CHECKPOINT, ids.DRAFT_EVALUATION)]
+    found = [context.store.get(one.stage, one.fingerprint) if one else None for one in references]
+    if found[0] and found[1]:
+        evaluated = found[1].manifest.inputs["draft_checkpoint"]
+        if evaluated == found[0].manifest.content_id:
+            yield contender(found[0], found[1])
+
+
+def _crown(context: StageContext, champion: Champion) -> Publication:
+    folder, draft = context.references.folder, champion.draft
+    checkpoint = context.store.require(ids.DRAFT_CHECKPOINT, draft.checkpoint)
+    evaluation = context.store.require(ids.DRAFT_EVALUATION, draft.evaluation)
+    before = read_champion(folder)
+    target = folder / _FOLDERS / draft.draft_id
+    write_published_folder(context, target, checkpoint, evaluation, champion, before.draft if before else None)
+    # The link first: between the two writes the pointer names the older of two complete drafts.
+    _point(folder / LINK, target)
+    write_champion(folder, champion, promoted=True)
+    return Publication(champion, True, folder / LINK)
+
+
+@contextmanager
+def _champions(context: StageContext) -> Iterator[Path]:
+    folder = context.references.folder
+    with atomic.exclusive(folder / "champion.lock", f"champion of {context.spec.name}", wait=True, on_wait=context.log):
+        yield folder
 
 
 def _point(link: Path, target: Path) -> None:

@@ -9,9 +9,9 @@ from eagle3_pipeline.errors import CorruptArtifactError, Eagle3Error
 from eagle3_pipeline.stages import dataset
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.capture import captured_tokens
+from eagle3_pipeline.stages.champion import read_champion
 from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.stages.fidelity import check_states
-from eagle3_pipeline.stages.published_draft import read_champion
 from eagle3_pipeline.stages.verifier_outputs import SEQUENCES
 from eagle3_pipeline.store.fingerprint import table_content_id
 from eagle3_pipeline.store.objects import Artifact
@@ -47,8 +47,8 @@ def _used(context: StageContext) -> Iterator[tuple[str, str, str]]:
         checkpoints |= {fingerprint} if stage == ids.DRAFT_CHECKPOINT else set()
         yield f"{stage}[{chunk}]" if chunk else stage, stage, fingerprint
     champion = read_champion(context.references.folder)
-    if champion and champion.get("checkpoint") not in (None, *checkpoints):
-        yield "the champion", ids.DRAFT_CHECKPOINT, champion["checkpoint"]
+    if champion and champion.draft.checkpoint not in checkpoints:
+        yield "the champion", ids.DRAFT_CHECKPOINT, champion.draft.checkpoint
 
 
 def deep_verify(context: StageContext) -> list[str]:

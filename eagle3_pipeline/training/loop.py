@@ -308,6 +308,7 @@ class Trainer:
         return {
             "epochs": len(p.history) - 1,
             "steps": p.step,
+            "num_tokens": int(self.bench.table.num_rows.sum()) + len(self.bench.table.num_rows),
             "best_epoch": p.best_epoch,
             **best,
             "outside_draft_vocab_share": best["val_outside_draft_vocab_share"],

@@ -73,7 +73,7 @@ def test_links_lead_somewhere() -> None:
 def test_sensors_schedules_and_schedule_keys_exist() -> None:
     spec = PipelineSpec.model_validate({"name": "my_model", **yaml.safe_load(blocks("yaml")[0])})
     repository = build_definitions([spec]).get_repository_def()
-    names = {one.name for one in (*repository.sensor_defs, *repository.schedule_defs)}
+    names = {one.name for one in repository.sensor_defs} | {one.name for one in repository.schedule_defs}
     named = set(re.findall(r"`(my_model__\w+|report_failures)`", README))
     assert len(named) == 5 and named <= names
     keys = re.findall(r"`((?:schedule|resources|dataset)\.\w+)", README)

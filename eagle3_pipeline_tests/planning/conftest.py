@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import save_file
 
@@ -13,6 +15,7 @@ from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext
 from eagle3_pipeline.stages.dataset import materialise_dataset
+from eagle3_pipeline.stages.draft_evaluation import EVALUATION, EVALUATION_SCHEMA
 from eagle3_pipeline.stages.published_draft import publish_draft
 from eagle3_pipeline.stages.verifier import materialise_verifier
 from eagle3_pipeline.store.fingerprint import digest
@@ -70,8 +73,13 @@ def _publish(context: StageContext, identity: Identity, chunk: str | None, **pro
     return context.materialise(identity, chunk, produce).artifact
 
 
-def fill(context: StageContext) -> None:
-    """Materialises all stages; what engine and training would make is ten bytes a stage."""
+def fill(context: StageContext, lengths: dict[str, float] | None = None) -> None:
+    """Materialises all stages; what engine and training would make is ten bytes a stage.
+
+    Args:
+        context: the pipeline.
+        lengths: acceptance lengths of the evaluation, by category.
+    """
     spec, verifier = context.spec, context.verifier
     materialise_verifier(context)
     context.registry.sync(spec)
@@ -84,15 +92,48 @@ def fill(context: StageContext) -> None:
         generations[key] = _publish(context, identity, key, content_ids=parts)
         states[key] = _publish(context, ids.hidden_states_identity(spec, verifier, parts["input_ids"]), key)
     counts = {key: artifact.manifest.content_ids["token_counts"] for key, artifact in generations.items()}
-    vocab = _publish(context, ids.vocab_identity(spec, verifier, counts), None)
+    vocab = _publish(context, ids.vocab_identity(spec, verifier, counts), None, metrics={"coverage": 0.75})
     prompts = _prompt_bytes(spec.evaluation.prompts)
     baseline = _publish(context, ids.baseline_identity(spec, verifier, prompts), None)
     contents = [{key: a.manifest.content_id for key, a in of.items()} for of in (generations, states)]
     identity = ids.checkpoint_identity(spec, verifier, vocab.manifest.content_id, *contents)
     checkpoint = _publish(context, identity, None)
     identity = ids.evaluation_identity(spec, checkpoint.manifest.content_id, baseline.manifest.content_id)
-    _publish(context, identity, None, metrics={"acceptance_length": 2.0})
+    _publish_evaluation(context, identity, lengths or {"chat": 2.0})
     publish_draft(context)
+
+
+def _publish_evaluation(context: StageContext, identity: Identity, lengths: dict[str, float]) -> Artifact:
+    """An evaluation with these acceptance lengths by category, one prompt each; the pool is their mean."""
+    pooled = sum(lengths.values()) / len(lengths)
+    rows = [evaluation_row(category, length) for category, length in {**lengths, "all": pooled}.items()]
+
+    def produce(writer: Any) -> Produced:
+        pq.write_table(pa.Table.from_pylist(rows, EVALUATION_SCHEMA), writer.folder / EVALUATION)
+        metrics = {"acceptance_length": pooled}
+        metrics |= {f"{name}_accepted_per_draft": pooled - 1 for name in ("served", "simulated", "untrained")}
+        return Produced(digest([identity.inputs, identity.spec, lengths]), metrics)
+
+    return context.materialise(identity, None, produce).artifact
+
+
+def evaluation_row(category: str, length: float) -> dict[str, Any]:
+    """A row of `evaluation.parquet`."""
+    return {
+        "category": category,
+        "num_prompts": 1,
+        "num_new_tokens": 10,
+        "num_drafts": 5,
+        "accepted_per_position": [4, 1],
+        "acceptance_rates": [0.8, 0.2],
+        "conditional_rates": [0.8, 0.25],
+        "acceptance_length": length,
+        "tokens_per_s": 30.0,
+        "baseline_tokens_per_s": 20.0,
+        "speed_up": 1.5,
+        "num_differences": 0,
+        "num_near_ties": 0,
+    }
 
 
 def _prompt_bytes(location: str) -> bytes:

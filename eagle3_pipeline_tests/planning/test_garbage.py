@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 from eagle3_pipeline.cli import main
 from eagle3_pipeline.planning import plan
 from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline.stages.champion import read_champion
 from eagle3_pipeline.stages.context import StageContext
-from eagle3_pipeline.stages.published_draft import read_champion
 from eagle3_pipeline_tests.planning.conftest import ContextMaker, fill
 
 TEMPERATURES = (0.0, 0.3, 0.6, 0.9)
@@ -73,8 +73,8 @@ def test_after_three_changes_exactly_the_old_objects_are_listed(contexts: list, 
     champion = read_champion(contexts[0][0].references.folder)
     assert champion
     # All drafts have the same acceptance length, so the first one is the champion still.
-    kept = {home / "store/objects" / ids.DRAFT_CHECKPOINT / champion["checkpoint"]}
-    kept |= {home / "store/objects" / ids.DRAFT_EVALUATION / champion["evaluation"]}
+    kept = {home / "store/objects" / ids.DRAFT_CHECKPOINT / champion.draft.checkpoint}
+    kept |= {home / "store/objects" / ids.DRAFT_EVALUATION / champion.draft.evaluation}
     assert kept <= contexts[0][1]
     # The first temperature also made what no temperature changes: verifier, datasets, baseline.
     shared = {path for path in contexts[0][1] if path.parent.name in (ids.VERIFIER, ids.DATASET, ids.BASELINE)}
@@ -173,7 +173,7 @@ def test_verify_takes_no_file_of_the_champion_for_a_reference(contexts: list, tm
     assert result.output == "15 artifacts are sound, 0 are not\n"
     champion = read_champion(contexts[-1][0].references.folder)
     assert champion
-    path = tmp_path / "home/store/objects" / ids.DRAFT_CHECKPOINT / champion["checkpoint"] / "data.bin"
+    path = tmp_path / "home/store/objects" / ids.DRAFT_CHECKPOINT / champion.draft.checkpoint / "data.bin"
     path.write_bytes(b"9876543210")
     result = CliRunner().invoke(main, ["verify", "p"])
     assert result.exit_code == 1 and "the champion: draft_checkpoint/" in result.output
