@@ -155,6 +155,9 @@ class TrainingSpec(Section):
 
     epochs: int = semantic(10, "passes over the training sequences", ge=1)
     lr: float = semantic(3e-5, "peak learning rate", gt=0)
+    warm_start: str = locator(
+        "none", "weights to start from: none, champion, or a checkpoint folder; a draft made so is no other artifact"
+    )
     optimizer: Literal["adamw", "muon"] = semantic("adamw", "muon: for 2-D weights, AdamW for the rest")
     weight_decay: float = semantic(0.0, "decoupled weight decay", ge=0)
     scheduler: Literal["cosine", "linear", "constant"] = semantic("cosine", "learning-rate schedule after warm-up")
@@ -183,7 +186,11 @@ class EvaluationSpec(Section):
     prompts: str = locator("builtin:demo", "JSONL of {category, prompt}, or builtin:demo; ${VAR} is expanded")
     num_speculative_tokens: int = semantic(3, "tokens drafted per step", ge=1)
     max_new_tokens: int = semantic(64, "longest answer in tokens", ge=1)
-    batch_size: int = semantic(1, "prompts decoded at once", ge=1)
+    batch_size: int = semantic(1, "prompts decoded at once where acceptance is counted", ge=1)
+    other_batch_sizes: list[int] = semantic([], "further numbers of prompts decoded at once, for their speed only")
+    simulation_tolerance: float = execution(
+        0.1, "largest relative difference of served from simulated accepted tokens, beside chance", ge=0
+    )
     near_tie_epsilon: float = semantic(
         0.05, "a difference is a near-tie if the top-2 log-probabilities are this close", ge=0
     )

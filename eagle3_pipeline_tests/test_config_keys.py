@@ -25,6 +25,7 @@ EXECUTION = {
     "generation": {"min_yield", "one_pass"},
     "capture": {"max_shard_bytes", "min_layer_variance", "min_next_token_agreement", "recapture_tolerance"},
     "vocab": {"min_coverage"},
+    "evaluation": {"simulation_tolerance"},
     "training": {"device", "num_workers", "num_threads", "attention", "log_every_s"},
     "resources": set(SECTIONS["resources"].model_fields),
     "schedule": set(SECTIONS["schedule"].model_fields),
@@ -32,6 +33,7 @@ EXECUTION = {
 LOCATORS = {
     "verifier": {"model", "revision"},
     "dataset": {"source", "path", "subset", "split", "samples_per_chunk", "max_samples"},
+    "training": {"warm_start"},
     "evaluation": {"prompts"},
 }
 
@@ -93,8 +95,10 @@ STALE: list[tuple[str, str, Any, set[str]]] = [
     ("evaluation", "num_speculative_tokens", 5, {ids.DRAFT_EVALUATION}),
     ("evaluation", "max_new_tokens", 32, {BASELINE, ids.DRAFT_EVALUATION}),
     ("evaluation", "batch_size", 4, {BASELINE, ids.DRAFT_EVALUATION}),
+    ("evaluation", "other_batch_sizes", [2], {BASELINE, ids.DRAFT_EVALUATION}),
     ("evaluation", "near_tie_epsilon", 0.01, {ids.DRAFT_EVALUATION}),
     ("publish", "min_improvement", 0.1, {ids.PUBLISHED_DRAFT}),
+    ("publish", "max_category_drop", 0.1, {ids.PUBLISHED_DRAFT}),
 ]
 # Values that differ from every default, for keys that must not matter.
 IRRELEVANT: list[tuple[str, str, Any]] = [
@@ -115,6 +119,8 @@ IRRELEVANT: list[tuple[str, str, Any]] = [
     ("capture", "recapture_tolerance", 0.5),
     ("vocab", "min_coverage", 0.1),
     ("training", "device", "cpu"),
+    ("training", "warm_start", "champion"),
+    ("evaluation", "simulation_tolerance", 0.5),
     ("training", "num_workers", 3),
     ("training", "num_threads", 3),
     ("training", "attention", "eager"),

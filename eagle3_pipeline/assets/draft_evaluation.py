@@ -13,11 +13,13 @@ from eagle3_pipeline.assets.common import (
 )
 from eagle3_pipeline.assets.resources import GpuPool, PipelineHome
 from eagle3_pipeline.config import PipelineSpec
+from eagle3_pipeline.evaluation.report import agrees
 from eagle3_pipeline.stages.draft_evaluation import REPORT, materialise_evaluation
 from eagle3_pipeline.stages.identity import BASELINE, DRAFT_CHECKPOINT, DRAFT_EVALUATION
 
 _LOADS = "loads_in_vllm"
 _LOSSLESS = "lossless"
+_AGREES = "served_agrees_with_simulated"
 
 
 def build_draft_evaluation(spec: PipelineSpec) -> dg.AssetsDefinition:
@@ -29,6 +31,9 @@ def build_draft_evaluation(spec: PipelineSpec) -> dg.AssetsDefinition:
         check_specs=[
             check_spec(spec, DRAFT_EVALUATION, _LOADS, "vLLM loaded the draft and drafted with it."),
             check_spec(spec, DRAFT_EVALUATION, _LOSSLESS, "Answers equal the undrafted ones, near-ties apart."),
+            check_spec(
+                spec, DRAFT_EVALUATION, _AGREES, "Accepted tokens per draft step, served and teacher-forced, agree."
+            ),
         ],
         pool=GPU_POOL,
         description="Acceptance length, acceptance by position, tokens/s with and without the draft, by category.",
@@ -40,7 +45,10 @@ def build_draft_evaluation(spec: PipelineSpec) -> dg.AssetsDefinition:
             result = materialise_evaluation(stage)
         metrics = result.manifest.metrics
         different = metrics["num_differences"] - metrics["num_near_ties"]
+        counts = [metrics[f"{name}_accepted_per_draft"] for name in ("served", "simulated")]
+        same = agrees(counts[0], counts[1], metrics["num_drafts"], spec.evaluation.simulation_tolerance)
         checks = [
+            check(spec, DRAFT_EVALUATION, _AGREES, same, served=counts[0], simulated=counts[1]),
             check(spec, DRAFT_EVALUATION, _LOADS, metrics["num_drafts"] > 0, num_drafts=metrics["num_drafts"]),
             check(spec, DRAFT_EVALUATION, _LOSSLESS, different == 0, num_differences=metrics["num_differences"]),
         ]

@@ -13,6 +13,7 @@ from eagle3_pipeline.data.sequences import SEQUENCE_SCHEMA
 from eagle3_pipeline.errors import ConfigError
 from eagle3_pipeline.evaluation.prompts import load_prompts, read_prompt_bytes
 from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline.stages.batch_speeds import measure_batch_speeds
 from eagle3_pipeline.stages.capture import captured_tokens, seal_capture
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
 from eagle3_pipeline.stages.prompting import PromptBatch, chat_template, run_prompts
@@ -89,6 +90,8 @@ def _produce(context: StageContext, identity: Identity, writer: ArtifactWriter) 
         speeds.append(
             {"category": category, "num_prompts": len(rows), "num_new_tokens": new_tokens, "elapsed_s": elapsed}
         )
+    sampling = greedy_sampling(context)
+    measure_batch_speeds(context, engine, identity, prompt_rows(context), sampling, writer.folder)
     pq.write_table(pa.Table.from_pylist(sequences, SEQUENCE_SCHEMA), writer.folder / SEQUENCES)
     pq.write_table(pa.Table.from_pylist(speeds, SPEED_SCHEMA), writer.folder / SPEEDS)
     tokens = captured_tokens(sequences)

@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from eagle3_pipeline.config import expand
 from eagle3_pipeline.data.verifier import is_local
 from eagle3_pipeline.errors import TrainingError
 from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline.stages.champion import read_champion
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
 from eagle3_pipeline.stages.current import current_chunks
 from eagle3_pipeline.stages.progress import ProgressLog
@@ -45,11 +48,35 @@ def materialise_checkpoint(context: StageContext) -> StageResult:
         for artifact in states.values():
             context.store.verify(artifact)
         job = worker_job(context, vocab, folders)
-        job |= {"job": "train", "output": str(writer.folder), "init_from": None, "fingerprint": identity.fingerprint}
+        start = _warm_start(context)
+        job |= {"job": "train", "output": str(writer.folder), "fingerprint": identity.fingerprint}
+        job |= {"init_from": str(start) if start else None}
         result = run_training_worker(context, job, identity, "training")
-        return Produced(_content_id(writer), {k: float(v) for k, v in result["metrics"].items()})
+        metrics = {k: float(v) for k, v in result["metrics"].items()}
+        return Produced(_content_id(writer), metrics, provenance={"warm_start": start.name} if start else {})
 
     return context.materialise(identity, None, produce)
+
+
+def _warm_start(context: StageContext) -> Path | None:
+    """Folder of the weights to start from.
+
+    Raises:
+        TrainingError: `training.warm_start` names a folder that holds no checkpoint.
+    """
+    wanted = context.spec.training.warm_start
+    if wanted == "none":
+        return None
+    if wanted == "champion":
+        champion = read_champion(context.references.folder)
+        if champion is None:
+            context.log("training.warm_start: there is no champion yet; starting from the seed")
+            return None
+        return context.store.require(ids.DRAFT_CHECKPOINT, champion.draft.checkpoint).folder
+    folder = Path(expand(wanted)).expanduser()
+    if not (folder / WEIGHTS).is_file():
+        raise TrainingError(f"training.warm_start: {folder} has no {WEIGHTS}; none, champion, or a checkpoint folder")
+    return folder
 
 
 def _contents(artifacts: Mapping[str, Artifact]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -10,9 +11,10 @@ import pyarrow.parquet as pq
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import EvaluationError
 from eagle3_pipeline.evaluation.acceptance import Acceptance, first_difference, from_counters, pool
-from eagle3_pipeline.evaluation.report import POOLED, markdown_report
+from eagle3_pipeline.evaluation.report import POOLED, data_scale_notes, markdown_report
 from eagle3_pipeline.stages import baseline as baseline_stage
 from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline.stages.batch_speeds import compare_batch_speeds, measure_batch_speeds
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
 from eagle3_pipeline.stages.draft_checkpoint import run_training_worker, worker_job
 from eagle3_pipeline.stages.engines import open_engine
@@ -70,7 +72,7 @@ def _produce(
     context: StageContext, identity: Identity, checkpoint: Artifact, baseline: Artifact, writer: ArtifactWriter
 ) -> Produced:
     simulated, untrained = _simulate(context, identity, checkpoint, baseline)
-    served, started = _serve(context, identity, checkpoint)
+    served, started = _serve(context, identity, checkpoint, writer.folder)
     expected = {row["sequence_id"]: row for row in pq.read_table(baseline.path(baseline_stage.SEQUENCES)).to_pylist()}
     speeds = {r["category"]: r for r in pq.read_table(baseline.path(baseline_stage.SPEEDS)).to_pylist()}
     notes: list[str] = []
@@ -81,12 +83,16 @@ def _produce(
         rows.append(_row(part, speeds[part.category], differences, ties))
     rows.append(_pooled_row(rows, served, list(speeds.values())))
     metrics = _metrics(rows[-1], simulated, untrained) | {"num_engine_starts": float(started)}
+    by_batch = compare_batch_speeds(writer.folder, baseline)
+    for row in by_batch:
+        metrics |= {f"{name}_batch_{row['batch_size']:.0f}": row[name] for name in ("tokens_per_s", "speed_up")}
+    notes += data_scale_notes(checkpoint.manifest.metrics)
     notes.append(
         "Undrafted speed was measured on the engine that also captures hidden states; `make bench` tells what "
         "capturing costs on a machine."
     )
     pq.write_table(pa.Table.from_pylist(rows, EVALUATION_SCHEMA), writer.folder / EVALUATION)
-    (writer.folder / REPORT).write_text(markdown_report(context.spec.name, rows, metrics, notes))
+    (writer.folder / REPORT).write_text(markdown_report(context.spec.name, rows, metrics, by_batch, notes))
     return Produced(rows_content_id(CONTENT_COLUMNS, rows), metrics)
 
 
@@ -109,7 +115,9 @@ def _engine(context: StageContext, checkpoint: Artifact) -> EngineSpec:
     return context.engine_spec(draft_path=str(checkpoint.folder), num_speculative_tokens=tokens)
 
 
-def _serve(context: StageContext, identity: Identity, checkpoint: Artifact) -> tuple[list[Served], bool]:
+def _serve(
+    context: StageContext, identity: Identity, checkpoint: Artifact, folder_of_speeds: Path
+) -> tuple[list[Served], bool]:
     engine, spec = _engine(context, checkpoint), context.spec.evaluation
     sampling = baseline_stage.greedy_sampling(context)
     served = []
@@ -128,6 +136,8 @@ def _serve(context: StageContext, identity: Identity, checkpoint: Artifact) -> t
             tokens = {row["sequence_id"]: answers[row["sequence_id"]]["token_ids"] for row in rows}
             num_new = sum(map(len, tokens.values()))
             served.append(Served(category, acceptance, num_new, num_new / speed["new_tokens_per_s"], tokens))
+        prompts = baseline_stage.prompt_rows(context)
+        measure_batch_speeds(context, engine, identity, prompts, sampling, folder_of_speeds)
     return served, client.started
 
 

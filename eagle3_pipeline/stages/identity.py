@@ -55,7 +55,9 @@ def _baseline_part(sections: dict[str, Any]) -> dict[str, Any]:
         "verifier": sections["verifier"],
         "chat_template_kwargs": sections["generation"]["chat_template_kwargs"],
         "capture": sections["capture"],
-        "evaluation": {key: sections["evaluation"][key] for key in ("max_new_tokens", "batch_size")},
+        "evaluation": {
+            key: sections["evaluation"][key] for key in ("max_new_tokens", "batch_size", "other_batch_sizes")
+        },
     }
 
 

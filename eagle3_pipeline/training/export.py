@@ -11,7 +11,8 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from transformers import LlamaConfig
 
 from eagle3_pipeline.errors import TrainingError
-from eagle3_pipeline.training.draft_model import WEIGHTS_NAME
+from eagle3_pipeline.training.draft_model import WEIGHTS_NAME, VocabMap
+from eagle3_pipeline.training.job import Job
 
 CONFIG_NAME = "config.json"
 # Without a limit of this size Transformers splits large drafts over several files.
@@ -53,7 +54,7 @@ def export_draft(model: Eagle3DraftModel, folder: Path) -> None:
     """Saves the draft in bf16 as `config.json` and `model.safetensors`; the model itself becomes bf16.
 
     Raises:
-        TrainingError: a weight is not finite, or the file does not hold exactly the tensors that vLLM needs.
+        TrainingError: a weight is not finite.
     """
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
@@ -67,12 +68,42 @@ def export_draft(model: Eagle3DraftModel, folder: Path) -> None:
     config.pop("auto_map", None)
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     os.chmod(folder / WEIGHTS_NAME, 0o644)
-    layers = model.config.transformer_layer_config
-    num_aux = len(model.config.eagle_aux_hidden_state_layer_ids)
-    check_tensors(
-        folder / WEIGHTS_NAME,
-        expected_tensors(layers, model.config.draft_vocab_size, num_aux, model.config.norm_before_fc),
-    )
+
+
+def check_export(folder: Path, job: Job, layers: LlamaConfig, vocab_map: VocabMap) -> None:
+    """Compares an exported draft with what the job asks for, wherever vLLM would read something else in silence.
+
+    Raises:
+        TrainingError: a tensor is missing, unknown or of another shape; the vocabulary is not the map's; or a layer id,
+            a norm flag or the geometry in config.json is not the job's.
+    """
+    vocab_size = len(vocab_map.d2t)
+    tensors = expected_tensors(layers, vocab_size, len(job.aux_layer_ids), job.draft.norm_before_fc)
+    check_tensors(folder / WEIGHTS_NAME, tensors)
+    if "d2t" in tensors:
+        with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
+            for name, wanted in (("d2t", vocab_map.d2t), ("t2d", vocab_map.t2d)):
+                if not torch.equal(file.get_tensor(name), wanted):
+                    raise TrainingError(
+                        f"{folder / WEIGHTS_NAME}: {name} is not that of the vocabulary map (d2t holds offsets: the "
+                        "verifier's id of draft token i is i + d2t[i])"
+                    )
+    config = json.loads((folder / CONFIG_NAME).read_text())
+    expected = {
+        "eagle_aux_hidden_state_layer_ids": list(job.aux_layer_ids),
+        "norm_before_residual": job.draft.norm_before_residual,
+        "norm_before_fc": job.draft.norm_before_fc,
+        "norm_output": False,
+        "fc_norm": False,
+        "draft_vocab_size": vocab_size,
+    }
+    wrong = [f"{key} is {config.get(key)!r}, expected {v!r}" for key, v in expected.items() if config.get(key) != v]
+    inner, wanted_inner = config.get("transformer_layer_config", {}), layers.to_dict()
+    keys = ("head_dim", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings")
+    found = ((key, inner.get(key), wanted_inner[key]) for key in keys)
+    wrong += [f"{key} is {value!r}, expected {wanted!r}" for key, value, wanted in found if value != wanted]
+    if wrong:
+        raise TrainingError(f"{folder / CONFIG_NAME}: {'; '.join(wrong)}")
 
 
 def check_tensors(path: Path, expected: dict[str, Any]) -> None:

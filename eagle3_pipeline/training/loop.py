@@ -18,7 +18,7 @@ from eagle3_pipeline.errors import TrainingError
 from eagle3_pipeline.training.acceptance import AcceptanceMeter
 from eagle3_pipeline.training.curves import CURVES_NAME, draw_curves
 from eagle3_pipeline.training.dataset import Batch, HiddenStateDataset, PackedBatches
-from eagle3_pipeline.training.export import export_draft
+from eagle3_pipeline.training.export import check_export, export_draft
 from eagle3_pipeline.training.job import Job
 from eagle3_pipeline.training.metrics import MetricsLog
 from eagle3_pipeline.training.noise import add_noise
@@ -92,7 +92,7 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Trains, exports the best epoch and returns the `result` event's fields."""
-        self._probe_fused_loss()
+        self._probe()
         if not self._restore():
             self._validate(0)
         while not self._finished():
@@ -272,12 +272,37 @@ class Trainer:
         self.emit("log", message=f"resumed at epoch {self.progress.epoch}, step {self.progress.step}")
         return True
 
-    def _probe_fused_loss(self) -> None:
-        """Uses speculators' fused loss on a GPU if one step with it works; the step also shows that memory suffices."""
+    def _probe(self) -> None:
+        """One step on the batch with the most tokens, before anything is paid for: does it fit, and which loss works?
+
+        Raises:
+            TrainingError: it does not fit the memory; the message names the settings to lower.
+        """
+        sizes = self.train_set.num_positions
+        largest = max(self.batches.of_epoch(1), key=lambda batch: int(sizes[batch].sum()))
+        batch = self.bench.to_device(self.train_loader.collate_fn([self.train_set[i] for i in largest]))
+        num_tokens = int(sizes[largest].sum())
+        try:
+            if not self._fused_loss_works(batch):
+                self._loss(batch)[0].backward()
+            self._require_optimizer_memory()
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise TrainingError(
+                f"one training step on the largest packed batch ({num_tokens:,} tokens) does not fit the memory of "
+                f"{self.device}: {str(error).splitlines()[0]}; lower training.batch_tokens (now "
+                f"{self.spec.batch_tokens:,}, at least the longest sequence) or training.ttt_steps"
+            ) from error
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        peak = peak_memory_bytes(self.device) / 2**30
+        self.emit(
+            "log", message=f"a step on the largest batch ({num_tokens:,} tokens) fits: peak memory {peak:.1f} GiB"
+        )
+
+    def _fused_loss_works(self, batch: Batch) -> bool:
+        """Tries speculators' fused loss on a GPU; keeps to the eager one where its kernel does not compile."""
         if self.device.type != "cuda":
-            return
-        longest = int(self.train_set.num_positions.argmax())
-        batch = self.bench.to_device(self.train_loader.collate_fn([self.train_set[longest]]))
+            return False
         self.loss_config = resolve_loss_config("kl_div", "fused")
         try:
             self._loss(batch)[0].backward()
@@ -286,12 +311,20 @@ class Trainer:
         except Exception as error:  # whatever the kernel's compiler raises
             self.loss_config = resolve_loss_config("kl_div", "eager")
             reason = str(error).splitlines()[:1]
-            self.emit(
-                "log",
-                message=f"fused loss does not work here ({type(error).__name__}: {reason}); using eager",
-            )
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+            message = f"fused loss does not work here ({type(error).__name__}: {reason}); using eager"
+            self.emit("log", message=message)
+            return False
+        return True
+
+    def _require_optimizer_memory(self) -> None:
+        """The first step adds the optimizers' moments, at most two float32 values a parameter."""
+        if self.device.type != "cuda":
+            return
+        needed = 8 * sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        reserved = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        free = torch.cuda.mem_get_info(self.device)[0] + reserved
+        if needed > free:
+            raise MemoryError(f"the optimizer needs {needed:,} bytes more, {free:,} are free")
 
     def _export(self) -> None:
         best = self.progress.best_epoch
@@ -299,7 +332,9 @@ class Trainer:
         self.log.write(self.job.output)
         draw_curves(self.log.table().to_pylist(), self.job.output / CURVES_NAME)
         self.num_trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        layers = self.model.config.transformer_layer_config
         export_draft(self.model, self.job.output)
+        check_export(self.job.output, self.job, layers, self.bench.vocab_map)
         self.resume.remove()
 
     def _summary(self) -> dict[str, float]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from eagle3_pipeline.training.acceptance import AcceptanceMeter
+from eagle3_pipeline.training.export import check_export
 from eagle3_pipeline.training.job import Job
 from eagle3_pipeline.training.prepare import Emit, prepare
 
@@ -22,6 +23,8 @@ def simulate(job: Job, emit: Emit) -> dict[str, Any]:
         TrainingError: an input is wrong, or there is no position to measure.
     """
     bench = prepare(job, emit)
+    if job.checkpoint:
+        check_export(job.checkpoint, job, bench.model.config.transformer_layer_config, bench.vocab_map)
     model = bench.model.eval()
     loader = bench.fixed_loader(list(range(len(bench.table.shard))))
     choose = bench.verifier_choice()

@@ -1,6 +1,7 @@
 """The exported folder: exact tensors, a config that vLLM reads, no path of this machine."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from eagle3_pipeline.training.draft_config import build_layer_config, read_verif
 from eagle3_pipeline.training.export import check_tensors, expected_tensors, export_draft
 from eagle3_pipeline.training.job import Job
 from eagle3_pipeline.training.prepare import Bench, prepare
-from eagle3_pipeline_tests.training.conftest import AUX_LAYER_IDS, DRAFT_VOCAB, Events, SpecMaker
+from eagle3_pipeline.training.simulate import simulate
+from eagle3_pipeline_tests.training.conftest import AUX_LAYER_IDS, DRAFT_VOCAB, Events, SpecMaker, TrainedRun
 
 
 @pytest.fixture
@@ -96,3 +98,47 @@ def test_differences_are_listed(verifier: tuple[Path, object], make_spec: SpecMa
         "  norm.weight: found none, expected ('BF16', [32])",
         "  stray: found ('F32', [1]), expected none",
     ]
+
+
+def broken(folder: Path, trained: TrainedRun, damage: str) -> Path:
+    """A copy of a good export with one thing wrong."""
+    shutil.copytree(trained.output, folder)
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    if damage == "norm flag":
+        config["norm_before_residual"] = not config["norm_before_residual"]
+    elif damage == "absolute ids":
+        tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    elif damage == "layer ids":
+        config["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in config["eagle_aux_hidden_state_layer_ids"]]
+    elif damage == "missing norm":
+        del tensors["norm.weight"]
+    elif damage == "head size":
+        config["transformer_layer_config"]["head_dim"] = 16
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("norm flag", "norm_before_residual is False, expected True"),
+        ("absolute ids", "d2t holds offsets|another draft vocabulary|leaves the verifier's vocabulary"),
+        ("layer ids", r"eagle_aux_hidden_state_layer_ids is \[2, 3, 4\], expected \[1, 2, 3\]"),
+        ("missing norm", "norm.weight"),
+        ("head size", "head_dim is 16, expected 8"),
+    ],
+)
+def test_a_wrong_export_is_refused_before_it_is_served(
+    trained: TrainedRun, chunks: list[dict[str, str]], events: Events, tmp_path: Path, damage: str, message: str
+) -> None:
+    folder = broken(tmp_path / "draft", trained, damage)
+    spec = {**trained.spec, "job": "simulate", "chunks": chunks, "num_steps": 2, "checkpoint": str(folder)}
+    with pytest.raises(TrainingError, match=message):
+        simulate(Job.parse(spec), events)
+
+
+def test_the_right_export_passes(trained: TrainedRun, chunks: list[dict[str, str]], events: Events) -> None:
+    spec = {**trained.spec, "job": "simulate", "chunks": chunks, "num_steps": 2, "checkpoint": str(trained.output)}
+    assert simulate(Job.parse(spec), events)["num_positions"] > 0

@@ -23,8 +23,8 @@ from eagle3_pipeline_tests.training.conftest import Events, Row, SpecMaker, Trai
 
 RESULT_METRICS = set(
     """
-    epochs steps num_tokens best_epoch train_loss val_loss val_full_acc_0 val_full_acc_1 val_full_acc_2 val_acceptance_length
-    initial_val_acceptance_length outside_draft_vocab_share supervised_tokens_train supervised_tokens_val
+    epochs steps num_tokens best_epoch train_loss val_loss val_full_acc_0 val_full_acc_1 val_full_acc_2
+    val_acceptance_length initial_val_acceptance_length outside_draft_vocab_share supervised_tokens_train supervised_tokens_val
     sequences_train sequences_val tokens_per_s data_wait_share peak_memory_bytes trainable_parameters
     """.split()  # noqa: SIM905
 )
