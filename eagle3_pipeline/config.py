@@ -163,7 +163,7 @@ class TrainingSpec(Section):
     scheduler: Literal["cosine", "linear", "constant"] = semantic("cosine", "learning-rate schedule after warm-up")
     warmup_ratio: float = semantic(0.01, "share of steps of linear warm-up", ge=0, lt=1)
     max_grad_norm: float = semantic(1.0, "gradient clipping", gt=0)
-    accumulate: int = semantic(1, "packed batches per optimizer step", ge=1)
+    accumulate: int = semantic(1, "packed batches per optimizer step, of all processes together", ge=1)
     batch_tokens: int = semantic(8192, "tokens of a packed batch; the longest sequence must fit", ge=8)
     ttt_steps: int = semantic(3, "training-time-test unroll depth", ge=1)
     ttt_loss_decay: float = semantic(1.0, "weight of TTT step i is decay**i", gt=0)
@@ -174,7 +174,10 @@ class TrainingSpec(Section):
     patience: int | None = semantic(None, "stop after this many epochs without a better acceptance length", ge=1)
     seed: int = semantic(0, "initialisation, order and noise")
     device: Literal["auto", "cpu", "cuda"] = execution("auto", "where training runs")
-    num_workers: int = execution(0, "data-loader processes", ge=0)
+    num_processes: int = execution(
+        1, "training processes, one GPU each; they share the batches of a step: raise accumulate to match", ge=1
+    )
+    num_workers: int = execution(0, "data-loader processes of each", ge=0)
     num_threads: int | None = execution(None, "CPU threads; null: all", ge=1)
     attention: Literal["auto", "sdpa", "flex_attention", "eager"] = execution("auto", "auto: sdpa on CPU, flex on CUDA")
     log_every_s: float = execution(10.0, "seconds between progress lines", gt=0)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -44,16 +44,21 @@ def session_record(holder: str) -> str:
     return json.dumps(record) + "\n"
 
 
-def claim_stdout() -> TextIO:
-    """In a worker: returns the event stream and sends everything libraries print to standard error.
+def join_lease() -> None:
+    """In a worker: from here on it ends when the process that runs it does.
 
-    From here on the worker ends when the process that runs it does, and it adds itself to the records of the devices
-    that were leased for it: a worker that outlived a killed run would use a device whose lease is free.
+    It also adds itself to the records of the devices that were leased for it: a worker that outlived a killed run would
+    use a device whose lease is free.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for path in filter(None, os.environ.get(LEASE_RECORDS, "").split(os.pathsep)):
         with open(path, "a") as file:
             file.write(session_record("a worker"))
+
+
+def claim_stdout() -> TextIO:
+    """In a worker: joins the lease, returns the event stream, sends all that libraries print to standard error."""
+    join_lease()
     events = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     return events
@@ -82,6 +87,7 @@ def run_worker(
     error: type[Eagle3Error],
     what: str,
     environment: dict[str, str] | None = None,
+    launcher: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Runs `python -m module spec.json` in a process group of its own and returns its `result` event.
 
@@ -93,6 +99,7 @@ def run_worker(
         error: raised when the worker fails.
         what: names the work in the message.
         environment: variables added to this process's.
+        launcher: a module that runs the worker, and its arguments before the spec file.
 
     Raises:
         Eagle3Error: of type `error`, with the worker's own message or its log's tail.
@@ -105,7 +112,7 @@ def run_worker(
     message = ""
     with log_path.open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(spec_path)],
+            [sys.executable, "-m", *(launcher or (module,)), str(spec_path)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -26,7 +26,7 @@ EXECUTION = {
     "capture": {"max_shard_bytes", "min_layer_variance", "min_next_token_agreement", "recapture_tolerance"},
     "vocab": {"min_coverage"},
     "evaluation": {"simulation_tolerance"},
-    "training": {"device", "num_workers", "num_threads", "attention", "log_every_s"},
+    "training": {"device", "num_processes", "num_workers", "num_threads", "attention", "log_every_s"},
     "resources": set(SECTIONS["resources"].model_fields),
     "schedule": set(SECTIONS["schedule"].model_fields),
 }
@@ -122,6 +122,7 @@ IRRELEVANT: list[tuple[str, str, Any]] = [
     ("training", "warm_start", "champion"),
     ("evaluation", "simulation_tolerance", 0.5),
     ("training", "num_workers", 3),
+    ("training", "num_processes", 3),
     ("training", "num_threads", 3),
     ("training", "attention", "eager"),
     ("training", "log_every_s", 1.0),

@@ -20,6 +20,7 @@ from eagle3_pipeline.store.objects import Artifact, ArtifactWriter
 from eagle3_pipeline.workers import run_worker
 
 WORKER = "eagle3_pipeline.training.worker"
+TORCHRUN = "eagle3_pipeline.training.torchrun"
 CURVES = "curves.png"
 METRICS = "metrics.parquet"
 CONFIG = "config.json"
@@ -51,7 +52,7 @@ def materialise_checkpoint(context: StageContext) -> StageResult:
         start = _warm_start(context)
         job |= {"job": "train", "output": str(writer.folder), "fingerprint": identity.fingerprint}
         job |= {"init_from": str(start) if start else None}
-        result = run_training_worker(context, job, identity, "training")
+        result = run_training_worker(context, job, identity, "training", context.spec.training.num_processes)
         metrics = {k: float(v) for k, v in result["metrics"].items()}
         return Produced(_content_id(writer), metrics, provenance={"warm_start": start.name} if start else {})
 
@@ -104,8 +105,10 @@ def worker_job(context: StageContext, vocab: Artifact, chunks: list[dict[str, st
     }
 
 
-def run_training_worker(context: StageContext, job: dict[str, Any], identity: Identity, what: str) -> dict[str, Any]:
-    """Runs the worker under a lease of one device."""
+def run_training_worker(
+    context: StageContext, job: dict[str, Any], identity: Identity, what: str, num_processes: int = 1
+) -> dict[str, Any]:
+    """Runs the worker under a lease of one device per process."""
     progress = ProgressLog(context.log, what, every_s=0.0)
 
     def on_event(event: dict[str, Any]) -> None:
@@ -116,7 +119,8 @@ def run_training_worker(context: StageContext, job: dict[str, Any], identity: Id
 
     timeout = context.spec.resources.lease_timeout_s
     holder, model = f"{what} of {context.spec.name}", context.verifier.content_id
-    with context.engines.lease(1, holder, timeout, context.log, model) as lease:
+    launcher = (TORCHRUN, str(num_processes)) if num_processes > 1 else ()
+    with context.engines.lease(num_processes, holder, timeout, context.log, model) as lease:
         where = f"{context.spec.name}: {what}"
         folder = context.scratch(identity)
-        return run_worker(WORKER, job, folder, on_event, TrainingError, where, lease.environment())
+        return run_worker(WORKER, job, folder, on_event, TrainingError, where, lease.environment(), launcher)

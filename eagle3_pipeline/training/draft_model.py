@@ -1,5 +1,6 @@
 """Builds the draft on speculators' `Eagle3DraftModel`, with the verifier's frozen weights and a reproducible start."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,7 +142,12 @@ def resolve_device(job: Job) -> torch.device:
     wanted = job.training.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise TrainingError("training.device is cuda, but PyTorch sees no GPU")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    # torchrun says which of the visible GPUs is this process's.
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
 
 
 def resolve_attention(job: Job) -> str:

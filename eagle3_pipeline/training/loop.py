@@ -8,7 +8,7 @@ after the draft is built.
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,50 +18,28 @@ from eagle3_pipeline.errors import TrainingError
 from eagle3_pipeline.training.acceptance import AcceptanceMeter
 from eagle3_pipeline.training.curves import CURVES_NAME, draw_curves
 from eagle3_pipeline.training.dataset import Batch, HiddenStateDataset, PackedBatches
+from eagle3_pipeline.training.draft_model import resolve_device
 from eagle3_pipeline.training.export import check_export, export_draft
 from eagle3_pipeline.training.job import Job
 from eagle3_pipeline.training.metrics import MetricsLog
 from eagle3_pipeline.training.noise import add_noise
 from eagle3_pipeline.training.optim import learning_rate, make_optimizers, set_learning_rate
 from eagle3_pipeline.training.prepare import Bench, Emit, peak_memory_bytes, prepare
+from eagle3_pipeline.training.probe import probe_step
+from eagle3_pipeline.training.progress import Group, Progress, supervised_mask
+from eagle3_pipeline.training.ranks import Ranks
 from eagle3_pipeline.training.resume import ResumeStore
 from eagle3_pipeline.training.split import validation_conversations
 
 
-@dataclass
-class Progress:
-    """Where a run is: the next epoch and batch, what it counted, and the best epoch so far (0: none)."""
-
-    epoch: int = 1
-    batch: int = 0
-    batches: int = 0
-    step: int = 0
-    loss_sum: float = 0.0
-    loss_tokens: int = 0
-    tokens: int = 0
-    train_s: float = 0.0
-    wait_s: float = 0.0
-    best_epoch: int = 0
-    # Metrics of epoch 0 (before the first step) and of each finished epoch.
-    history: list[dict[str, float]] = field(default_factory=list)
-
-
-def supervised_mask(batch: Batch, ttt_steps: int) -> torch.Tensor:
-    """The loss mask [1, S] for training.
-
-    At TTT step i speculators pairs the target at position p with the logits of position p-i of the packed row. For the
-    first i positions of a sequence those belong to the sequence packed before it, so positions below `ttt_steps` - 1
-    are not supervised; in a chat they are template tokens anyway.
-    """
-    return batch["loss_mask"].bool() & (batch["position_ids"] >= ttt_steps)
-
-
 class Trainer:
-    """One training run."""
+    """One training run; with several ranks, one of them."""
 
     def __init__(self, job: Job, emit: Emit) -> None:
-        self.job, self.spec, self.emit = job, job.training, emit
-        self.bench: Bench = prepare(job, emit)
+        self.job, self.spec = job, job.training
+        self.ranks = Ranks.join(resolve_device(job))
+        self.emit: Emit = emit if self.ranks.is_first else _say_nothing
+        self.bench: Bench = prepare(job, self.emit)
         self.model, self.device = self.bench.model, self.bench.device
         self.resume = ResumeStore(job.output, job.fingerprint)
         self.progress, self.log = Progress(), MetricsLog()
@@ -91,13 +69,15 @@ class Trainer:
         self.val_loader = self.bench.fixed_loader(self.val_set.indices)
 
     def run(self) -> dict[str, Any]:
-        """Trains, exports the best epoch and returns the `result` event's fields."""
-        self._probe()
+        """Trains, exports the best epoch and returns the `result` event's fields; nothing on other ranks."""
+        probe_step(self)
         if not self._restore():
             self._validate(0)
         while not self._finished():
             self._train_epoch()
         stopped_early = len(self.progress.history) - 1 < self.spec.epochs
+        if not self.ranks.is_first:
+            return {}
         self._export()
         return {"metrics": self._summary(), "stopped_early": stopped_early}
 
@@ -108,7 +88,6 @@ class Trainer:
     def _train_epoch(self) -> None:
         progress = self.progress
         self.model.train()
-        self.batches.select(progress.epoch, progress.batch)
         for group in self._groups():
             self._step(group)
             now = time.monotonic()
@@ -122,37 +101,45 @@ class Trainer:
         progress.loss_sum, progress.loss_tokens = 0.0, 0
         self._save()
 
-    def _groups(self) -> Iterator[list[Batch]]:
-        """Batches of one optimizer step each; counts the time that waiting for data takes."""
+    def _groups(self) -> Iterator[Group]:
+        """This rank's part of each optimizer step; counts the time that waiting for data takes."""
+        first, end = self.progress.batch, self.batches_of[self.progress.epoch - 1]
+        sizes = [min(self.spec.accumulate, end - start) for start in range(first, end, self.spec.accumulate)]
+        dealt = [self.ranks.deal(size) for size in sizes]
+        starts = range(first, end, self.spec.accumulate)
+        mine = [start + i for start, numbers in zip(starts, dealt, strict=True) for i in numbers]
+        self.batches.select(self.progress.epoch, mine)
         batches = iter(self.train_loader)
-        while True:
+        for size, numbers in zip(sizes, dealt, strict=True):
             started = time.monotonic()
-            group = [batch for _, batch in zip(range(self.spec.accumulate), batches, strict=False)]
+            group = Group(size, numbers, [next(batches) for _ in numbers])
             waited = time.monotonic() - started
-            if not group:
-                return
             yield group
             self.progress.wait_s += waited
             self.progress.train_s += time.monotonic() - started
 
-    def _step(self, group: list[Batch]) -> None:
+    def _step(self, group: Group) -> None:
         progress, spec = self.progress, self.spec
-        masks = [supervised_mask(batch, spec.ttt_steps) for batch in group]
+        masks = [supervised_mask(batch, spec.ttt_steps) for batch in group.batches]
         counts = [int(mask.sum()) for mask in masks]
-        losses: dict[str, float] = {}
-        for cpu_batch, mask, count in zip(group, masks, counts, strict=True):
+        positions = sum(int((batch["document_ids"] >= 0).sum()) for batch in group.batches)
+        num_supervised, num_positions = (int(n) for n in self._add([sum(counts), positions]))
+        losses = dict.fromkeys(("loss", *(f"loss_{i}" for i in range(spec.ttt_steps))), 0.0)
+        for number, cpu_batch, mask, count in zip(group.numbers, group.batches, masks, counts, strict=True):
             batch = self.bench.to_device({**cpu_batch, "loss_mask": mask})
-            batch["hidden_states"] = add_noise(batch["hidden_states"], spec.noise, spec.seed, progress.batches)
-            loss, metrics = self._loss(batch)
-            # Each supervised token weighs the same, however the step's tokens fall into batches.
-            share = count / max(sum(counts), 1)
+            batch["hidden_states"] = add_noise(batch["hidden_states"], spec.noise, spec.seed, progress.batches + number)
+            loss, metrics = self.loss(batch)
+            # Each supervised token weighs the same, however the step's tokens fall into batches and ranks.
+            share = count / max(num_supervised, 1)
             (loss * share).backward()
-            for name, value in metrics.items():
-                losses[name] = losses.get(name, 0.0) + value * share
-            progress.batch, progress.batches = progress.batch + 1, progress.batches + 1
-            progress.tokens += int((cpu_batch["document_ids"] >= 0).sum())
+            for name in losses:
+                losses[name] += metrics[name] * share
+        losses = dict(zip(losses, self._add(list(losses.values())), strict=True))
+        progress.batch, progress.batches = progress.batch + group.num_batches, progress.batches + group.num_batches
+        progress.tokens += num_positions
         if not math.isfinite(losses["loss"]):
             raise TrainingError(f"the loss became {losses['loss']} at step {progress.step + 1}; lower training.lr")
+        self.ranks.add_gradients(self.model.parameters())
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), spec.max_grad_norm)
         rate = learning_rate(spec, progress.step, self.total_steps)
         set_learning_rate(self.optimizers, rate)
@@ -160,11 +147,15 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
         progress.step += 1
-        progress.loss_sum += losses["loss"] * sum(counts)
-        progress.loss_tokens += sum(counts)
+        progress.loss_sum += losses["loss"] * num_supervised
+        progress.loss_tokens += num_supervised
         self.log.add("step", progress.step, progress.epoch, "train", {**losses, "lr": rate, "grad_norm": float(norm)})
 
-    def _loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+    def _add(self, values: list[float]) -> list[float]:
+        return self.ranks.add(values, self.device)
+
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+        """Loss of a batch on the device, its value and that of each TTT step."""
         loss, metrics, _ = self._forward(batch)
         return loss, metrics
 
@@ -181,9 +172,13 @@ class Trainer:
         values = {f"loss_{i}": float(metrics[f"loss_{i}_sum"]) for i in range(steps)}
         return loss, {"loss": float(loss.detach()), **values}, draft_tokens
 
-    @torch.no_grad()
     def _validate(self, epoch: int, train_loss: float | None = None) -> None:
-        """Measures an epoch, logs it, and keeps the weights if it is the best so far."""
+        """Measures an epoch, logs it, and keeps the weights if it is the best so far; all ranks learn the result."""
+        values = self._measure() if self.ranks.is_first else {}
+        self._record_epoch(epoch, self.ranks.tell(values), train_loss)
+
+    @torch.no_grad()
+    def _measure(self) -> dict[str, float]:
         self.model.eval()
         meter, sums, tokens = AcceptanceMeter(self.spec.ttt_steps), dict[str, float](), 0
         choose = None if self._choices else self.bench.verifier_choice()
@@ -205,7 +200,7 @@ class Trainer:
         values |= {f"conditional_acc_{i}": v for i, v in enumerate(accuracies["conditional_acc"])}
         values["acceptance_length"] = meter.acceptance_length
         values["outside_draft_vocab_share"] = meter.outside_draft_vocab_share
-        self._record_epoch(epoch, values, train_loss)
+        return values
 
     def _record_epoch(self, epoch: int, values: dict[str, float], train_loss: float | None) -> None:
         progress = self.progress
@@ -217,7 +212,8 @@ class Trainer:
         progress.history.append(metrics)
         if epoch and (not progress.best_epoch or _rank(metrics) > _rank(progress.history[progress.best_epoch])):
             progress.best_epoch = epoch
-            self.resume.save_best(epoch, self._trained())
+            if self.ranks.is_first:
+                self.resume.save_best(epoch, self._trained())
         self.emit("epoch", epoch=epoch, step=progress.step, best_epoch=progress.best_epoch, **metrics)
 
     def _speed(self) -> dict[str, float]:
@@ -247,6 +243,8 @@ class Trainer:
         return {n: p.detach().cpu() for n, p in self.model.named_parameters() if p.requires_grad}
 
     def _save(self) -> None:
+        if not self.ranks.is_first:
+            return
         rows = torch.frombuffer(bytearray(self.log.to_bytes()), dtype=torch.uint8)
         self.resume.save(
             {
@@ -271,60 +269,6 @@ class Trainer:
         torch.set_rng_state(state["rng"])
         self.emit("log", message=f"resumed at epoch {self.progress.epoch}, step {self.progress.step}")
         return True
-
-    def _probe(self) -> None:
-        """One step on the batch with the most tokens, before anything is paid for: does it fit, and which loss works?
-
-        Raises:
-            TrainingError: it does not fit the memory; the message names the settings to lower.
-        """
-        sizes = self.train_set.num_positions
-        largest = max(self.batches.of_epoch(1), key=lambda batch: int(sizes[batch].sum()))
-        batch = self.bench.to_device(self.train_loader.collate_fn([self.train_set[i] for i in largest]))
-        num_tokens = int(sizes[largest].sum())
-        try:
-            if not self._fused_loss_works(batch):
-                self._loss(batch)[0].backward()
-            self._require_optimizer_memory()
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            raise TrainingError(
-                f"one training step on the largest packed batch ({num_tokens:,} tokens) does not fit the memory of "
-                f"{self.device}: {str(error).splitlines()[0]}; lower training.batch_tokens (now "
-                f"{self.spec.batch_tokens:,}, at least the longest sequence) or training.ttt_steps"
-            ) from error
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        peak = peak_memory_bytes(self.device) / 2**30
-        self.emit(
-            "log", message=f"a step on the largest batch ({num_tokens:,} tokens) fits: peak memory {peak:.1f} GiB"
-        )
-
-    def _fused_loss_works(self, batch: Batch) -> bool:
-        """Tries speculators' fused loss on a GPU; keeps to the eager one where its kernel does not compile."""
-        if self.device.type != "cuda":
-            return False
-        self.loss_config = resolve_loss_config("kl_div", "fused")
-        try:
-            self._loss(batch)[0].backward()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever the kernel's compiler raises
-            self.loss_config = resolve_loss_config("kl_div", "eager")
-            reason = str(error).splitlines()[:1]
-            message = f"fused loss does not work here ({type(error).__name__}: {reason}); using eager"
-            self.emit("log", message=message)
-            return False
-        return True
-
-    def _require_optimizer_memory(self) -> None:
-        """The first step adds the optimizers' moments, at most two float32 values a parameter."""
-        if self.device.type != "cuda":
-            return
-        needed = 8 * sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        reserved = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        free = torch.cuda.mem_get_info(self.device)[0] + reserved
-        if needed > free:
-            raise MemoryError(f"the optimizer needs {needed:,} bytes more, {free:,} are free")
 
     def _export(self) -> None:
         best = self.progress.best_epoch
@@ -355,6 +299,9 @@ class Trainer:
             "trainable_parameters": self.num_trained,
             **self._speed(),
         }
+
+
+def _say_nothing(_event: str, **_fields: Any) -> None: ...
 
 
 def _rank(metrics: dict[str, float]) -> tuple[float, float]:

@@ -1,8 +1,8 @@
-"""The training worker: `python -m eagle3_pipeline.training.worker SPEC.json`; events go to standard output.
+"""The training worker, alone or one of torchrun's: `python -m eagle3_pipeline.training.worker SPEC.json`.
 
-SPEC.json holds what `job.Job` describes; job "simulate" takes a list of `checkpoints`. Job "train" ends with `result`
-{metrics, stopped_early}, job "simulate" with `result` {simulations: a {full_acc, acceptance_length, ...} a checkpoint};
-a failure ends with `error` and exit code 1.
+Events go to standard output. SPEC.json holds what `job.Job` describes; job "simulate" takes a list of `checkpoints`.
+Job "train" ends with `result` {metrics, stopped_early} (of the first rank), job "simulate" with `result` {simulations:
+a {full_acc, acceptance_length, ...} a checkpoint}; a failure ends with `error` and exit code 1.
 """
 
 import json
@@ -39,7 +39,8 @@ def main(spec_path: Path) -> int:
         traceback.print_exc()
         send("error", message=_explain(error))
         return 1
-    send("result", **result)
+    if result:
+        send("result", **result)
     return 0
 
 

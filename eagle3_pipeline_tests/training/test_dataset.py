@@ -115,8 +115,8 @@ def test_order_is_a_function_of_seed_and_epoch_and_resumes(chunks: list[dict[str
     assert first.of_epoch(2) != first.of_epoch(3)
     assert sorted(i for batch in first.of_epoch(2) for i in batch) == list(range(len(positions)))
     assert all(positions[batch].sum() <= 64 for batch in first.of_epoch(2))
-    first.select(2, 1)
-    assert list(first) == first.of_epoch(2)[1:]
+    first.select(2, [2, 1])
+    assert list(first) == [first.of_epoch(2)[2], first.of_epoch(2)[1]]
 
 
 def test_open_files_do_not_travel_to_workers(chunks: list[dict[str, str]]) -> None:

@@ -1,0 +1,68 @@
+"""The probe before the first epoch: what would fail at the longest batch fails now."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from speculators.losses import resolve_loss_config
+
+from eagle3_pipeline.errors import TrainingError
+from eagle3_pipeline.training.dataset import Batch
+from eagle3_pipeline.training.prepare import peak_memory_bytes
+
+if TYPE_CHECKING:
+    from eagle3_pipeline.training.loop import Trainer
+
+
+def probe_step(trainer: "Trainer") -> None:
+    """One step on the batch with the most tokens, before anything is paid for: does it fit, and which loss works?
+
+    Raises:
+        TrainingError: it does not fit the memory; the message names the settings to lower.
+    """
+    sizes = trainer.train_set.num_positions
+    largest = max(trainer.batches.of_epoch(1), key=lambda batch: int(sizes[batch].sum()))
+    batch = trainer.bench.to_device(trainer.train_loader.collate_fn([trainer.train_set[i] for i in largest]))
+    num_tokens = int(sizes[largest].sum())
+    try:
+        if not _fused_loss_works(trainer, batch):
+            trainer.loss(batch)[0].backward()
+        _require_optimizer_memory(trainer)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise TrainingError(
+            f"one training step on the largest packed batch ({num_tokens:,} tokens) does not fit the memory of "
+            f"{trainer.device}: {str(error).splitlines()[0]}; lower training.batch_tokens (now "
+            f"{trainer.spec.batch_tokens:,}, at least the longest sequence) or training.ttt_steps"
+        ) from error
+    for optimizer in trainer.optimizers:
+        optimizer.zero_grad()
+    peak = peak_memory_bytes(trainer.device) / 2**30
+    trainer.emit("log", message=f"a step on the largest batch ({num_tokens:,} tokens) fits: peak memory {peak:.1f} GiB")
+
+
+def _fused_loss_works(trainer: "Trainer", batch: Batch) -> bool:
+    """Tries speculators' fused loss on a GPU; keeps to the eager one where its kernel does not compile."""
+    if trainer.device.type != "cuda":
+        return False
+    trainer.loss_config = resolve_loss_config("kl_div", "fused")
+    try:
+        trainer.loss(batch)[0].backward()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever the kernel's compiler raises
+        trainer.loss_config = resolve_loss_config("kl_div", "eager")
+        reason = str(error).splitlines()[:1]
+        message = f"fused loss does not work here ({type(error).__name__}: {reason}); using eager"
+        trainer.emit("log", message=message)
+        return False
+    return True
+
+
+def _require_optimizer_memory(trainer: "Trainer") -> None:
+    """The first step adds the optimizers' moments, at most two float32 values a parameter."""
+    if trainer.device.type != "cuda":
+        return
+    needed = 8 * sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    reserved = torch.cuda.memory_reserved(trainer.device) - torch.cuda.memory_allocated(trainer.device)
+    free = torch.cuda.mem_get_info(trainer.device)[0] + reserved
+    if needed > free:
+        raise MemoryError(f"the optimizer needs {needed:,} bytes more, {free:,} are free")

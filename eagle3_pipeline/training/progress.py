@@ -1,0 +1,50 @@
+"""Where a training run is, and what one optimizer step works on."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from eagle3_pipeline.training.dataset import Batch
+
+
+@dataclass
+class Progress:
+    """Where a run is: the next epoch and batch, what it counted, and the best epoch so far (0: none)."""
+
+    epoch: int = 1
+    batch: int = 0
+    batches: int = 0
+    step: int = 0
+    loss_sum: float = 0.0
+    loss_tokens: int = 0
+    tokens: int = 0
+    train_s: float = 0.0
+    wait_s: float = 0.0
+    best_epoch: int = 0
+    # Metrics of epoch 0 (before the first step) and of each finished epoch.
+    history: list[dict[str, float]] = field(default_factory=list)
+
+
+def supervised_mask(batch: Batch, ttt_steps: int) -> torch.Tensor:
+    """The loss mask [1, S] for training.
+
+    At TTT step i speculators pairs the target at position p with the logits of position p-i of the packed row. For the
+    first i positions of a sequence those belong to the sequence packed before it, so positions below `ttt_steps` - 1
+    are not supervised; in a chat they are template tokens anyway.
+    """
+    return batch["loss_mask"].bool() & (batch["position_ids"] >= ttt_steps)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The batches of one optimizer step.
+
+    Attributes:
+        num_batches: of all ranks.
+        numbers: which of them this rank has.
+        batches: these.
+    """
+
+    num_batches: int
+    numbers: list[int]
+    batches: list[Batch]
