@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -125,3 +126,36 @@ def test_state_without_its_best_weights_is_ignored(tmp_path: Path) -> None:
     assert torch.equal(store.load_best(2)["a"], torch.zeros(2))
     (tmp_path / "resume" / "best-0002.safetensors").unlink()
     assert store.load() is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_at_five_random_steps_equals_uninterrupted(spec_in: SpecMaker, tmp_path: Path) -> None:
+    """By SIGKILL and SIGTERM in turn, each at a step of its own, always in the same folder."""
+    settings = {**SETTINGS, "epochs": 6, "log_every_s": 1e-6}
+    runs = {name: tmp_path / f"{name}.json" for name in ("whole", "cut")}
+    for name, path in runs.items():
+        path.write_text(json.dumps(spec_in(tmp_path / name, EVERY_STEP, **settings)))
+    assert _work(runs["whole"]) == 0
+    num_steps = len(pq.read_table(tmp_path / "whole" / "metrics.parquet").filter(pc.field("name") == "lr"))
+    stops = sorted(random.sample(range(1, num_steps - 1), 5))
+    for number, stop in enumerate(stops):
+        before = stops[number - 1] if number else 0
+        sent = (signal.SIGKILL, signal.SIGTERM)[number % 2]
+        assert _work(runs["cut"], stop - before, sent) == -sent, f"killed at {stops}"
+    assert _work(runs["cut"]) == 0
+    assert files(tmp_path / "cut") == files(tmp_path / "whole"), f"killed at {stops}"
+
+
+def _work(spec: Path, num_steps: int = -1, sent: signal.Signals = signal.SIGKILL) -> int:
+    """Runs a worker and ends it after so many progress events, one a step; its exit code."""
+    command = [sys.executable, "-m", "eagle3_pipeline.training.worker", str(spec)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout
+    for line in process.stdout:
+        num_steps -= json.loads(line)["event"] == "progress"
+        if num_steps == 0:
+            process.send_signal(sent)
+            break
+    process.stdout.read()
+    return process.wait(60)
