@@ -6,7 +6,7 @@ import pytest
 
 from eagle3_pipeline.config import NoiseSpec, PipelineSpec, Section
 from eagle3_pipeline.stages import identity as ids
-from eagle3_pipeline_tests.test_config import MINIMAL, SECTIONS, make_spec, edit
+from eagle3_pipeline_tests.test_config import MINIMAL, SECTIONS, edit, make_spec
 
 
 def _sections() -> list[tuple[str, type[Section]]]:

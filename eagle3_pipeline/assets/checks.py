@@ -26,6 +26,8 @@ class Freshness:
     passed: bool
     why: str
     metadata: dict[str, Any]
+    # Of the plan that the metadata shows, for whoever asks whether that is still the plan.
+    summary: str
 
 
 def freshness(context: StageContext) -> dict[str, Freshness]:
@@ -40,7 +42,7 @@ def freshness(context: StageContext) -> dict[str, Freshness]:
             if why and changed:
                 why = f"{why}; first: {changed[0]}"
             metadata = {"plan": table, "num_changed_chunk_stages": len(changed)}
-            results[row.stage] = Freshness(row.status is Status.FRESH, why, metadata)
+            results[row.stage] = Freshness(row.status is Status.FRESH, why, metadata, found.summary())
     return results
 
 

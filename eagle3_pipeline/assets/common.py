@@ -54,8 +54,9 @@ def _require_unedited(context: dg.AssetExecutionContext, spec: PipelineSpec) -> 
     launched_with = context.run.tags.get(SPEC_TAG)
     if launched_with and launched_with != spec.spec_hash():
         raise dg.Failure(
-            description=f"{spec.name}: the pipeline file was edited after this run was launched (settings "
-            f"{launched_with} then, {spec.spec_hash()} now); reload the code location and launch the run again"
+            description=f"{spec.name}: the pipeline file, or the code that reads it, was edited after this run was "
+            f"launched: settings {launched_with} then, {spec.spec_hash()} now; reload the code location and launch the "
+            "run again"
         )
 
 

@@ -136,7 +136,7 @@ def _workspace(instance: dg.DagsterInstance) -> Iterator[Any]:
 
     module = ModuleTarget("eagle3_pipeline.definitions", None, None, "eagle3_pipeline")
     target = WorkspaceFileTarget([str(_WORKSPACE)]) if _WORKSPACE.exists() else module
-    with WorkspaceProcessContext(instance, target) as workspace:
+    with WorkspaceProcessContext(instance, target, code_server_log_level="ERROR") as workspace:
         yield workspace
 
 

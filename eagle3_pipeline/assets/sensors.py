@@ -72,7 +72,8 @@ def build_staleness(spec: PipelineSpec) -> dg.SensorDefinition:
             found = freshness(stage)
         except Eagle3Error as error:
             return dg.SkipReason(f"cannot plan: {error}")
-        cursor = json.dumps({name: [one.passed, one.why] for name, one in found.items()}, sort_keys=True)
+        now = {name: [one.passed, one.why, one.summary] for name, one in found.items()}
+        cursor = json.dumps(now, sort_keys=True)
         if cursor == context.cursor:
             return dg.SkipReason("as before")
         before = json.loads(context.cursor or "{}")
@@ -86,7 +87,7 @@ def build_staleness(spec: PipelineSpec) -> dg.SensorDefinition:
                 description=one.why or None,
             )
             for name, one in found.items()
-            if before.get(name) != [one.passed, one.why]
+            if before.get(name) != now[name]
         ]
         return dg.SensorResult(asset_events=events, cursor=cursor)
 

@@ -18,7 +18,7 @@ def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (losses, acceptance) = pyplot.subplots(1, 2, figsize=(12, 4.5))
+    figure, (losses, acceptance) = pyplot.subplots(1, 2, figsize=(10, 4))
     losses.plot(*_series(rows, "step", "train", "loss"), color="tab:blue", alpha=0.3, label="train, step")
     losses.plot(*_series(rows, "epoch", "train", "loss"), color="tab:blue", marker="o", label="train, epoch")
     losses.plot(*_series(rows, "epoch", "val", "loss"), color="tab:orange", marker="o", label="validation")
@@ -35,7 +35,7 @@ def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
     handles = [axes.get_legend_handles_labels() for axes in (acceptance, lengths)]
     acceptance.legend(handles[0][0] + handles[1][0], handles[0][1] + handles[1][1], fontsize="small")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
 

@@ -218,7 +218,7 @@ def test_a_run_of_an_edited_pipeline_fails_with_that_reason(pipeline: Pipeline) 
     )
     (failure,) = [event for event in result.all_events if event.is_step_failure]
     data: Any = failure.step_failure_data
-    assert "was edited after this run was launched (settings 0123456789abcdef then" in json.dumps(
+    assert "was edited after this run was launched: settings 0123456789abcdef then, " in json.dumps(
         data.user_failure_data.description
     )
 

@@ -105,6 +105,12 @@ def test_a_stale_vocabulary_says_what_changed(pipeline: Pipeline) -> None:
         "waits for synthetic_generations of 1 of 2 chunks; first: dataset[000001]: stale: "
     )
     assert "| dataset " in found.metadata["plan"].value
+    # Something else of the plan changes: the table that people see changes, too.
+    pipeline.run("prepare_data", SECOND)
+    result = tick(pipeline, build_staleness, result.cursor)
+    assert "dataset" in str(result.cursor)
+    later = evaluation(pipeline, ids.VOCAB_MAP)
+    assert later.metadata["plan"].value != found.metadata["plan"].value
     materialise(pipeline)
     tick(pipeline, build_staleness, result.cursor)
     assert evaluation(pipeline, ids.VOCAB_MAP).passed

@@ -30,7 +30,12 @@ PIPELINE: dict[str, dict] = {
         "min_validation_samples": 4,
         "num_threads": 1,
     },
-    "evaluation": {"prompts": "${EAGLE3_HOME}/prompts.jsonl", "max_new_tokens": 16, "batch_size": 2, "other_batch_sizes": [1]},
+    "evaluation": {
+        "prompts": "${EAGLE3_HOME}/prompts.jsonl",
+        "max_new_tokens": 16,
+        "batch_size": 2,
+        "other_batch_sizes": [1],
+    },
     "resources": {"num_gpus": 0, "max_num_seqs": 16, "max_num_batched_tokens": 512, "cpu_kvcache_gib": 1.0},
 }
 
