@@ -4,6 +4,7 @@
 """
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -18,6 +19,7 @@ PARTS = {
     "capture": capture.run,
     "orchestration": orchestration.run,
     "scale": scale.run,
+    "training": lambda: importlib.import_module(f"{__package__}.training").run(),
     "engine": engine.run,
     "backfill": backfill.run,
 }
