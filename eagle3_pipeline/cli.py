@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,10 @@ def materialize(
 
     spec = find_pipeline(pipeline)
     selection = launch.Selection(_known_stages(stages), chunks)
+    keys = [chunk.key for chunk in StageContext(spec).registry.chunks()]
+    if chunks != "*" and not any(fnmatch(key, chunks) for key in keys):
+        there_are = f"the chunks are {keys[0]} to {keys[-1]}" if keys else f"run eagle3 sync-chunks {pipeline}"
+        raise ConfigError(f"{pipeline}: no chunk matches --chunks {chunks!r}; {there_are}")
     if dry_run:
         rows = selection.plan(make_plan(StageContext(spec))).to_run
         click.echo(_lines(rows))
@@ -276,7 +281,7 @@ def _engine_rows(folder: Path) -> list[list[Any]]:
         state = EngineState(path.parent)
         seen = state.read()
         phase = seen.get("phase", "unknown") if state.is_alive() else "not running"
-        rows.append([path.parent.name, phase, seen.get("pid"), seen.get("jobs", 0), state.spec().describe()])
+        rows.append([path.parent.name, phase, seen.get("pid"), seen.get("jobs", 0), state.describe()])
     return rows
 
 

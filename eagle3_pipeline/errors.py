@@ -37,6 +37,10 @@ class EngineDiedError(EngineError):
     """The engine's process ended while it worked."""
 
 
+class EngineStoppedError(EngineError):
+    """Somebody stopped the engine while it worked or loaded."""
+
+
 class PreflightError(EngineError):
     """A check found what would fail after the load."""
 

@@ -18,7 +18,9 @@ from eagle3_pipeline.assets.work import Work, next_work, passes
 from eagle3_pipeline.config import PipelineSpec, enabled_pipelines, project_home
 from eagle3_pipeline.errors import Eagle3Error
 from eagle3_pipeline.planning import Plan, plan
+from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.context import StageContext
+from eagle3_pipeline.stages.templates import prompt_rows
 from eagle3_pipeline.store.atomic import storage_error
 
 Log = Callable[[str], None]
@@ -142,6 +144,7 @@ def materialise_stale(spec: PipelineSpec, runner: Runner, log: Log, selection: S
     """
     context, selection = StageContext(spec, log), selection or Selection()
     context.all_chunks()
+    _check_evaluation(context, selection.plan(plan(context)))
     # An instance that lost its partitions, or never had them, gets them back.
     publish_chunks(runner.instance, spec, context.registry.chunks())
     launched, before = Launched(), len(context.engines.starts())
@@ -154,6 +157,16 @@ def materialise_stale(spec: PipelineSpec, runner: Runner, log: Log, selection: S
         launched.num_runs += len(work)
     launched.num_engine_starts = len(context.engines.starts()) - before
     return launched
+
+
+def _check_evaluation(context: StageContext, found: Plan) -> None:
+    """Prompts that do not fit are told before the chunks are paid for, not after.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    if any(row.stage == ids.BASELINE and row.to_run for row in found.rows):
+        prompt_rows(context)
 
 
 def _selected(context: StageContext, selection: Selection) -> list[Work]:

@@ -19,10 +19,12 @@ class Failures:
     Attributes:
         count: consecutive deaths; a start that the engine itself gave up counts as enough, since it would again.
         last: the last one's message.
+        host: which host died last: every client of it tells of the same death.
     """
 
     count: int = 0
     last: str = ""
+    host: str = ""
 
     @property
     def tripped(self) -> bool:
@@ -33,21 +35,27 @@ class Failures:
 def read_failures(folder: Path) -> Failures:
     """The record in an engine's state folder."""
     try:
-        return Failures(**json.loads((folder / _NAME).read_bytes()))
+        found = Failures(**json.loads((folder / _NAME).read_bytes()))
     except (OSError, ValueError, TypeError):
         return Failures()
+    return found if isinstance(found.count, int) and isinstance(found.last, str) else Failures()
 
 
-def record_failure(folder: Path, message: str, deterministic: bool) -> None:
-    """Counts a death.
+def record_failure(folder: Path, message: str, deterministic: bool, host: str) -> None:
+    """Counts a death, once however many clients tell of it.
 
     Args:
         folder: the engine's state folder.
         message: shown to whoever asks next.
         deterministic: the engine exited by itself while starting; a signal or a crash at work is not.
+        host: which host died.
     """
-    count = _TRIPS_AT if deterministic else read_failures(folder).count + 1
-    atomic.write_json(folder / _NAME, asdict(Failures(count, message)))
+    with atomic.exclusive(folder / f"{_NAME}.lock", "record of failures", wait=True):
+        known = read_failures(folder)
+        if host and known.host == host:
+            return
+        count = _TRIPS_AT if deterministic else known.count + 1
+        atomic.write_json(folder / _NAME, asdict(Failures(count, message, host)))
 
 
 def reset_failures(folder: Path) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 from eagle3_pipeline import errors
 from eagle3_pipeline.engine.jobs import GenerateJob
 from eagle3_pipeline.engine.state import EngineState
-from eagle3_pipeline.errors import Eagle3Error, EngineDiedError, EngineError
+from eagle3_pipeline.errors import Eagle3Error, EngineDiedError, EngineError, EngineStoppedError
 from eagle3_pipeline.workers import log_tail
 
+# vLLM takes a moment to end its processes.
+_LAST_WORDS_S = 30.0
 EventHandler = Callable[[dict[str, Any]], None]
 
 
@@ -27,6 +30,7 @@ class EngineClient:
         started: whether this client's `acquire` started the engine.
         waited_s: seconds from `acquire` to the connection: the start, or next to nothing.
         may_sample: whether the engine's smoke test found sampling plausible.
+        host: which host answers.
     """
 
     def __init__(self, state: EngineState) -> None:
@@ -34,6 +38,7 @@ class EngineClient:
         self.waited_s = 0.0
         self.may_sample = True
         self._state = state
+        self.host = state.host()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.connect(str(state.socket))
@@ -81,9 +86,22 @@ class EngineClient:
         raise self._died("it closed the connection")
 
     def _died(self, reason: str) -> EngineError:
+        if self._was_stopped():
+            return EngineStoppedError(
+                f"the engine {self._state.describe()} was stopped while it worked (eagle3 engine stop, or its state "
+                "folder was removed); run this again, and it continues"
+            )
         return EngineDiedError(
             f"the engine died while it worked ({reason}); the end of {self._state.log}:\n{log_tail(self._state.log)}"
         )
+
+    def _was_stopped(self) -> bool:
+        """Whether the host ended on purpose; it says so in its last words."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while self._state.host() == self.host and self._state.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        state = self._state.read()
+        return not state or (self._state.host() == self.host and state.get("phase") == "stopped")
 
 
 def _error_class(kind: str) -> type[Eagle3Error]:

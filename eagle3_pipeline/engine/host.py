@@ -25,6 +25,7 @@ from eagle3_pipeline.engine.backend import Backend
 from eagle3_pipeline.engine.breaker import CORE_KILLED_EXIT_CODE
 from eagle3_pipeline.engine.jobs import GenerateJob, run_job
 from eagle3_pipeline.engine.lease import GpuPool
+from eagle3_pipeline.engine.reaper import start_reaper
 from eagle3_pipeline.engine.smoke import smoke_test
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.engine.state import EngineState
@@ -52,6 +53,7 @@ class Host:
         # Set by a request, acted on once its answer is sent.
         self._stopping = False
         self._smoke: dict[str, Any] = {}
+        self._ready: dict[str, Any] = {}
 
     async def serve(self) -> None:
         """Loads the model, then answers until the end."""
@@ -66,7 +68,7 @@ class Host:
         server = await asyncio.start_unix_server(self._client, str(self._state.socket), limit=_LINE_LIMIT)
         os.chmod(self._state.socket, 0o600)
         self._idle_since = time.monotonic()
-        self._state.update(phase="ready", load_s=load_s, smoke=self._smoke)
+        self._ready = {"phase": "ready", "load_s": load_s, "smoke": self._smoke}
         logger.info("ready after %.1f s: %s", load_s, self._spec.describe())
         async with server:
             await self._watch()
@@ -76,15 +78,15 @@ class Host:
     async def _load(self) -> None:
         """Loads the model. vLLM blocks the loop while it loads, so signals and the time limit act from outside."""
 
-        def abandon(reason: str) -> None:
+        def abandon(reason: str, code: int) -> None:
             logger.error("%s while loading; giving up", reason)
-            self._state.close(1)
+            self._state.close(code)
             os.killpg(os.getpgrp(), signal.SIGKILL)
 
         for number in _STOP_SIGNALS:
-            signal.signal(number, lambda received, _frame: abandon(signal.Signals(received).name))
+            signal.signal(number, lambda received, _frame: abandon(signal.Signals(received).name, 0))
         limit = self._spec.start_timeout_s
-        timer = threading.Timer(limit, abandon, [f"resources.start_timeout_s ({limit:.0f} s) is over"])
+        timer = threading.Timer(limit, abandon, [f"resources.start_timeout_s ({limit:.0f} s) is over", 1])
         timer.daemon = True
         timer.start()
         try:
@@ -95,12 +97,16 @@ class Host:
 
     async def _watch(self) -> None:
         while not self._stop.is_set():
+            # Whoever waits for this load reads it from the state: on a full disk it is told later, not never.
+            if self._ready and self._state.update(**self._ready):
+                self._ready = {}
+                self._idle_since = time.monotonic()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), _WATCH_S)
             if self._backend.failed():
                 return
             idle = time.monotonic() - self._idle_since
-            if not self._clients and idle > self._spec.idle_timeout_s:
+            if not self._clients and not self._ready and idle > self._spec.idle_timeout_s:
                 logger.info("idle for %.0f s", idle)
                 return
             if not self._state.is_ours():
@@ -114,6 +120,9 @@ class Host:
                 await self._request(json.loads(line), reader, writer)
         except (ConnectionError, ValueError) as error:
             logger.warning("client dropped: %s", error)
+        except asyncio.CancelledError:
+            # The host ends; asyncio would log that as a failure, over what the log is read for.
+            logger.info("client dropped: the host ends")
         finally:
             self._clients -= 1
             writer.close()
@@ -206,6 +215,7 @@ def main() -> None:
     state = EngineState(arguments.state)
     spec = state.spec()
     state.claim()
+    start_reaper(state.session())
     pool = GpuPool(arguments.pool, arguments.pool_gpus)
     backend = load_backend(spec.backend)
     code = 1

@@ -62,13 +62,14 @@ class _State:
 
 
 def read_journal(path: Path) -> dict[str, dict[str, Any]]:
-    """Finished answers by sequence id; the last of a sequence counts, a torn last line does not."""
+    """Finished answers by sequence id; the last of a sequence counts, torn and damaged lines do not."""
     answers: dict[str, dict[str, Any]] = {}
     if path.exists():
         data = path.read_bytes()
         for line in data[: data.rfind(b"\n") + 1].splitlines():
-            row = json.loads(line)
-            answers[row["sequence_id"]] = row
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                row = json.loads(line)
+                answers[row["sequence_id"]] = {**row, "token_ids": list(row["token_ids"])}
     return answers
 
 

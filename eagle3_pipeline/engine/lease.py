@@ -187,26 +187,32 @@ def _write_record(file: IO[str], holder: str) -> None:
     file.flush()
 
 
-def end_session(record: dict[str, Any]) -> None:
+def end_session(record: dict[str, Any]) -> bool:
     """Ends what a dead holder left running: vLLM's workers do not inherit the lock but share its session.
 
     Only a session that the holder led is ended: another one is a login shell's or a daemon's. A living process whose
     pid equals the session id but which started at another time is a stranger that reuses the pid.
+
+    Returns:
+        Whether there was anything to end.
     """
     session = record.get("session")
-    if not session or session != record.get("pid") or session == os.getsid(0):
-        return
+    if not isinstance(session, int) or session <= 0 or session != record.get("pid") or session == os.getsid(0):
+        return False
     leader_started = process_started(session)
     if leader_started is not None and leader_started != record.get("session_started"):
-        return
+        return False
+    found = False
     deadline = time.monotonic() + _REAP_TIMEOUT_S
     while left := [pid for pid in psutil.pids() if _session_of(pid) == session and pid != os.getpid()]:
         if time.monotonic() > deadline:
             raise LeaseError(f"processes {left} of the dead holder {record.get('holder')} cannot be ended")
+        found = True
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_S)
+    return found
 
 
 def _session_of(pid: int) -> int | None:

@@ -11,12 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from eagle3_pipeline.engine.breaker import CORE_KILLED_EXIT_CODE, read_failures, record_failure, reset_failures
 from eagle3_pipeline.engine.client import EngineClient
 from eagle3_pipeline.engine.lease import GpuPool, Lease, end_session
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.engine.state import EngineState, read_starts
-from eagle3_pipeline.errors import EngineError
+from eagle3_pipeline.errors import EngineError, EngineStoppedError
 from eagle3_pipeline.store import atomic
 from eagle3_pipeline.workers import log_tail
 
@@ -42,9 +44,9 @@ class EngineManager:
 
     def __init__(self, home: Path, num_gpus: int) -> None:
         self.folder = home / "engines"
-        self._pool_folder = home / "devices"
+        self.pool_folder = home / "devices"
         self.num_gpus = num_gpus
-        self.pool = GpuPool(self._pool_folder, num_gpus)
+        self.pool = GpuPool(self.pool_folder, num_gpus)
 
     def acquire(self, spec: EngineSpec, log: Log, before_start: Callable[[], None] | None = None) -> EngineClient:
         """A connection to an engine of this spec; starts one if none runs.
@@ -61,17 +63,11 @@ class EngineManager:
         state = EngineState(self.folder / spec.engine_id)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Serialises start races; waiting here is waiting for the other starter's load.
-        lock = self.folder / f"{spec.engine_id}.lock"
-        with atomic.exclusive(lock, f"start of the engine {spec.describe()}", wait=True, on_wait=log):
+        with self._turn(spec, state, log):
             if client := _living(state):
                 log(f"reusing the engine {spec.describe()} (pid {state.read().get('pid')})")
                 return client
-            failures = read_failures(state.folder)
-            if failures.tripped:
-                raise EngineError(
-                    f"the engine {spec.describe()} is not started again, it failed before: {failures.last}\nChange the "
-                    "execution settings, or run eagle3 engine reset once the cause is gone"
-                )
+            self._require_untripped(spec)
             if client := self._adopt(state, log):
                 client.waited_s = time.monotonic() - asked
                 return client
@@ -93,14 +89,61 @@ class EngineManager:
             client.request("shutdown")
         _wait_gone(EngineState(self.folder / rehearsal.engine_id))
 
+    @contextlib.contextmanager
+    def _turn(self, spec: EngineSpec, state: EngineState, log: Log) -> Iterator[None]:
+        """Holds the right to start an engine of this spec; while another process does, its progress is told."""
+        mark = self._waiting(spec) / str(os.getpid())
+
+        def waiting(_busy: str) -> None:
+            # Read by the starter: while somebody waits, its load goes on without it.
+            mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            mark.touch()
+            phase, since = state.read().get("phase", "starting"), state.read().get("since", time.time())
+            elapsed = time.time() - since
+            expected = self._expected_load_s(spec)
+            log(f"waiting for another run's start of it: {_progress(phase, elapsed, elapsed, expected, state)}")
+
+        lock = self.folder / f"{spec.engine_id}.lock"
+        try:
+            with atomic.exclusive(lock, f"start of the engine {spec.describe()}", wait=True, on_wait=waiting):
+                mark.unlink(missing_ok=True)
+                yield
+        finally:
+            mark.unlink(missing_ok=True)
+
+    def _waiting(self, spec: EngineSpec) -> Path:
+        return self.folder / f"{spec.engine_id}.waiting"
+
+    def _others_wait(self, spec: EngineSpec) -> bool:
+        """Whether a living process waits for this spec's start."""
+        names = [path.name for path in self._waiting(spec).glob("*")]
+        return any(name.isdigit() and psutil.pid_exists(int(name)) for name in names)
+
+    def _require_untripped(self, spec: EngineSpec) -> None:
+        failures = read_failures(self.folder / spec.engine_id)
+        if failures.tripped:
+            raise EngineError(
+                f"the engine {spec.describe()} is not started again, it failed before: {failures.last}\nChange the "
+                "execution settings, or run eagle3 engine reset once the cause is gone"
+            )
+
+    def require_startable(self, spec: EngineSpec) -> None:
+        """Refuses work for an engine that does not run and would not be started: cheap, before anything is read.
+
+        Raises:
+            EngineError: it failed before; the message holds its log's tail.
+        """
+        if not self.is_running(spec):
+            self._require_untripped(spec)
+
     def is_running(self, spec: EngineSpec) -> bool:
         """Whether an engine of this spec is ready."""
         state = EngineState(self.folder / spec.engine_id)
         return state.is_alive() and state.read().get("phase") == "ready"
 
-    def died(self, spec: EngineSpec, error: EngineError) -> None:
-        """Tells the circuit breaker that an engine died at work."""
-        record_failure(self.folder / spec.engine_id, str(error), deterministic=False)
+    def died(self, spec: EngineSpec, host: str, error: EngineError) -> None:
+        """Tells the circuit breaker that an engine's host died at work."""
+        record_failure(self.folder / spec.engine_id, str(error), deterministic=False, host=host)
 
     def worked(self, spec: EngineSpec) -> None:
         """Tells the circuit breaker that an engine finished a job."""
@@ -130,7 +173,7 @@ class EngineManager:
                     "-m",
                     "eagle3_pipeline.engine.host",
                     state.folder,
-                    self._pool_folder,
+                    self.pool_folder,
                     str(self.num_gpus),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -142,14 +185,16 @@ class EngineManager:
         try:
             return self._wait_ready(process, spec, state, log, expected_s)
         except BaseException:
-            process.terminate()
+            # An interrupted run takes its load along, unless others wait for it: they adopt it.
+            if not self._others_wait(spec):
+                process.terminate()
             raise
 
     def _expected_load_s(self, spec: EngineSpec) -> float:
         """Seconds of the last load of this model, by whatever engine; 0: unknown."""
-        known = [s.read() for s in self.engines() if s.spec().load_key == spec.load_key]
-        loads = [state for state in known if state.get("load_s")]
-        return max(loads, key=lambda state: state.get("since", 0.0))["load_s"] if loads else 0.0
+        own = EngineState(self.folder / spec.engine_id).last_load_s()
+        others = (s.last_load_s() for s in self.engines() if s.spec().load_key == spec.load_key)
+        return own or max(others, default=0.0)
 
     def _wait_ready(
         self, process: subprocess.Popen, spec: EngineSpec, state: EngineState, log: Log, expected_s: float
@@ -162,6 +207,8 @@ class EngineManager:
             if phase == "ready":
                 log(f"the engine is ready after {time.monotonic() - started:.1f} s")
                 return EngineClient(state)
+            if process.poll() is not None and state.read().get("phase") == "stopped":
+                raise EngineStoppedError(f"the engine {spec.describe()} was stopped while it loaded; run this again")
             if process.poll() is not None:
                 message = (
                     f"the engine {spec.describe()} did not start (exit code {process.returncode}); "
@@ -169,7 +216,7 @@ class EngineManager:
                 )
                 # A negative code is a signal: somebody killed it.
                 own_fault = process.returncode > 0 and process.returncode != CORE_KILLED_EXIT_CODE
-                record_failure(state.folder, message, deterministic=own_fault)
+                record_failure(state.folder, message, deterministic=own_fault, host=state.host())
                 raise EngineError(message)
             if phase == "waiting":
                 self.retire_idle(log, spec)
@@ -196,7 +243,7 @@ class EngineManager:
                 continue
             spec = state.spec()
             shortest, longest = _PATIENCE_S
-            patience = min(max(shortest, state.read().get("load_s", 0.0)), longest)
+            patience = min(max(shortest, state.last_load_s()), longest)
             if spec.model_id == after_chunks_of:
                 patience = min(patience, _SAME_MODEL_PATIENCE_S)
             with contextlib.suppress(EngineError), EngineClient(state) as client:
@@ -206,10 +253,11 @@ class EngineManager:
 
     def stop_all(self, log: Log) -> None:
         """Stops every engine, busy or idle, and what killed hosts left running."""
-        for state in self.engines():
+        for state in self._folders():
             if not state.is_alive():
-                if state.read().get("phase") not in (None, "stopped", "failed"):
-                    end_session(state.session())
+                killed = state.read().get("phase") not in (None, "stopped", "failed")
+                if killed and end_session(state.session()):
+                    log(f"ended what the killed host of {state.describe()} had left")
             else:
                 try:
                     with EngineClient(state) as client:
@@ -219,10 +267,18 @@ class EngineManager:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(state.read()["pid"], signal.SIGTERM)
                 _wait_gone(state)
-                log(f"stopped the engine {state.spec().describe()}")
+                log(f"stopped the engine {state.describe()}")
 
     def engines(self) -> list[EngineState]:
-        """State folders of all engines that ever ran here."""
+        """State folders of all engines that ever ran here, but those whose spec cannot be read."""
+        found = []
+        for state in self._folders():
+            with contextlib.suppress(EngineError):
+                state.spec()
+                found.append(state)
+        return found
+
+    def _folders(self) -> list[EngineState]:
         return [EngineState(path.parent) for path in sorted(self.folder.glob("*/spec.json"))]
 
     def starts(self) -> list[dict[str, Any]]:

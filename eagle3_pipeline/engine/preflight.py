@@ -62,6 +62,12 @@ def check_gpus(spec_gpus: int, gpus: Sequence[GpuMemory], utilization: float) ->
     return checks
 
 
+def check_pool(spec_gpus: int, pool_gpus: int) -> Check:
+    """The pool, which may be smaller than the machine, has as many GPUs as one engine takes."""
+    advice = "raise resources.num_gpus, or lower resources.tensor_parallel_size"
+    return Check("GPUs of the pool", pool_gpus >= spec_gpus, str(pool_gpus), str(spec_gpus), advice)
+
+
 def check_gpu_fit(spec: EngineSpec, weight_bytes: int, kv_bytes_per_token: int, gpus: Sequence[GpuMemory]) -> Check:
     """Weights, reserve and the caches of one longest sequence fit what vLLM takes of each GPU.
 
@@ -100,6 +106,8 @@ def check_writable(folder: Path) -> Check:
     """The state folder can hold a socket and a log."""
     parent = existing_parent(folder)
     found = "writable" if os.access(parent, os.W_OK | os.X_OK) else "not writable"
+    if folder.exists() and not folder.is_dir():
+        found = "a file"
     return Check(
         f"state folder {folder}", found == "writable", found, "writable", "set EAGLE3_HOME to a folder of yours"
     )

@@ -18,6 +18,7 @@ from eagle3_pipeline.store.fingerprint import digest
 
 _LONGEST_SOCKET_PATH = 100
 STARTS_NAME = "starts.jsonl"
+_LAST_LOAD = "last_load_s.json"
 
 
 class EngineState:
@@ -41,23 +42,54 @@ class EngineState:
         return private / f"{digest(str(self.folder))[:16]}.sock"
 
     def spec(self) -> EngineSpec:
-        """The spec that the manager wrote."""
-        return EngineSpec.from_json((self.folder / "spec.json").read_text())
+        """The spec that the manager wrote.
+
+        Raises:
+            EngineError: there is none that can be read.
+        """
+        path = self.folder / "spec.json"
+        try:
+            return EngineSpec.from_json(path.read_text())
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise EngineError(
+                f"{path} cannot be read ({error}): an engine of another version, or damage; stop it (eagle3 engine "
+                f"stop) and remove {self.folder}"
+            ) from error
+
+    def describe(self) -> str:
+        """One phrase for logs, whatever the folder holds."""
+        try:
+            return self.spec().describe()
+        except EngineError:
+            return f"{self.folder.name} (its spec.json cannot be read)"
 
     def prepare(self, spec: EngineSpec) -> None:
         """Makes the folder (0700) for a new host."""
         self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder.mkdir(mode=0o700, exist_ok=True)
         self.socket.unlink(missing_ok=True)
+        if last := self.last_load_s():
+            atomic.write_json(self.folder / _LAST_LOAD, last)
         (self.folder / "state.json").unlink(missing_ok=True)
         atomic.write_bytes(self.folder / "spec.json", spec.to_json().encode())
 
     def read(self) -> dict[str, Any]:
-        """What the host last said: phase, pid, load_s, jobs; empty before it said anything."""
-        try:
-            return json.loads((self.folder / "state.json").read_bytes())
-        except (OSError, ValueError):
-            return {}
+        """What the host last said: phase, pid, load_s, jobs; empty before it said anything that can be read."""
+        found = _read_json(self.folder / "state.json")
+        valid = isinstance(found, dict) and isinstance(found.get("pid"), int) and found["pid"] > 0
+        return found if valid else {}
+
+    def host(self) -> str:
+        """Which host wrote the state: its pid, and when it started."""
+        state = self.read()
+        return f"{state.get('pid')}-{state.get('pid_started')}" if state else ""
+
+    def last_load_s(self) -> float:
+        """Seconds of the last load of this engine; 0: unknown."""
+        for known in (self.read().get("load_s"), _read_json(self.folder / _LAST_LOAD)):
+            if isinstance(known, int | float):
+                return float(known)
+        return 0.0
 
     def claim(self) -> None:
         """In the host: takes the folder."""
@@ -65,11 +97,13 @@ class EngineState:
         record = {"phase": "waiting", "pid": process.pid, "pid_started": process.create_time(), "since": time.time()}
         atomic.write_json(self.folder / "state.json", record)
 
-    def update(self, **fields: Any) -> None:
-        """In the host: changes what clients read."""
+    def update(self, **fields: Any) -> bool:
+        """In the host: changes what clients read; false if it could not be written (a full disk)."""
         with contextlib.suppress(StoreError):
             if self.is_ours():
                 atomic.write_json(self.folder / "state.json", {**self.read(), **fields})
+                return True
+        return False
 
     def is_ours(self) -> bool:
         """In the host: whether the folder still says so."""
@@ -78,8 +112,10 @@ class EngineState:
     def is_alive(self) -> bool:
         """Whether the host that wrote the state runs."""
         state = self.read()
+        if not state:
+            return False
         with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(state.get("pid", 0))
+            process = psutil.Process(state["pid"])
             return process.status() != psutil.STATUS_ZOMBIE and process.create_time() == state.get("pid_started")
         return False
 
@@ -105,6 +141,20 @@ class EngineState:
 def read_starts(folder: Path) -> list[dict[str, Any]]:
     """The ledger of engine starts under the engines' folder."""
     try:
-        return [json.loads(line) for line in (folder / STARTS_NAME).read_text().splitlines()]
+        lines = (folder / STARTS_NAME).read_bytes().splitlines()
     except FileNotFoundError:
         return []
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            start = json.loads(line)
+            if isinstance(start, dict) and "engine_id" in start:
+                found.append(start)
+    return found
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None

@@ -10,13 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle3_pipeline.data.sequences import SEQUENCE_SCHEMA
-from eagle3_pipeline.errors import ConfigError
-from eagle3_pipeline.evaluation.prompts import load_prompts, read_prompt_bytes
+from eagle3_pipeline.evaluation.prompts import read_prompt_bytes
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.batch_speeds import measure_batch_speeds
 from eagle3_pipeline.stages.capture import captured_tokens, seal_capture
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
-from eagle3_pipeline.stages.prompting import PromptBatch, chat_template, run_prompts
+from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
+from eagle3_pipeline.stages.templates import chat_template, prompt_rows
 from eagle3_pipeline.store.fingerprint import rows_content_id
 from eagle3_pipeline.store.objects import ArtifactWriter
 from eagle3_pipeline.store.shards import intact_records
@@ -38,26 +38,6 @@ def materialise_baseline(context: StageContext) -> StageResult:
     prompts = read_prompt_bytes(context.spec.evaluation.prompts)
     identity = ids.baseline_identity(context.spec, context.verifier, prompts)
     return context.materialise(identity, None, lambda writer: _produce(context, identity, writer))
-
-
-def prompt_rows(context: StageContext) -> dict[str, list[dict[str, Any]]]:
-    """Evaluation prompts as token ids, by category: rows of sequence_id, input_ids.
-
-    Raises:
-        ConfigError: a prompt does not fit `generation.max_sequence_tokens`.
-    """
-    template, spec = chat_template(context), context.spec
-    by_category: dict[str, list[dict[str, Any]]] = {}
-    for prompt in load_prompts(spec.evaluation.prompts):
-        text = template.render([{"role": "user", "content": prompt.prompt}], generation_prompt=True)
-        tokens = template.encode(text)
-        if len(tokens) + spec.evaluation.max_new_tokens > spec.generation.max_sequence_tokens:
-            raise ConfigError(
-                f"evaluation prompt {prompt.prompt[:60]!r}: {len(tokens)} + {spec.evaluation.max_new_tokens} tokens "
-                f"exceed generation.max_sequence_tokens {spec.generation.max_sequence_tokens}"
-            )
-        by_category.setdefault(prompt.category, []).append({"sequence_id": prompt.identity, "input_ids": tokens})
-    return by_category
 
 
 def greedy_sampling(context: StageContext) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def complete_records(context: StageContext, folder: Path, tokens: Tokens) -> dic
 def prefill(context: StageContext, what: str, tokens: Tokens, identity: Identity, folder: Path) -> dict[str, float]:
     """Captures stored sequences into `folder`; returns the engine's speed."""
     num_tokens = sum(map(len, tokens.values()))
+    context.engines.require_startable(context.capturing_engine_spec())
     context.require_capture_space(folder, num_tokens)
     scratch = context.scratch(identity)
     _, speed = run_prompts(context, context.capturing_engine_spec(), _prefill_batch(what, scratch, tokens, folder))

@@ -19,6 +19,7 @@ from eagle3_pipeline.stages.context import Identity, Produced, StageContext, Sta
 from eagle3_pipeline.stages.draft_checkpoint import run_training_worker, worker_job
 from eagle3_pipeline.stages.engines import open_engine
 from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
+from eagle3_pipeline.stages.templates import prompt_rows
 from eagle3_pipeline.store.fingerprint import rows_content_id
 from eagle3_pipeline.store.objects import Artifact, ArtifactWriter
 
@@ -123,7 +124,7 @@ def _serve(
     served = []
     # One connection all along: the engine must not retire between two categories.
     with open_engine(context, engine) as client:
-        for category, rows in baseline_stage.prompt_rows(context).items():
+        for category, rows in prompt_rows(context).items():
             folder = context.scratch(identity) / category
             # An interrupted measurement is repeated: counters and times of a part cannot be joined.
             shutil.rmtree(folder, ignore_errors=True)
@@ -136,7 +137,7 @@ def _serve(
             tokens = {row["sequence_id"]: answers[row["sequence_id"]]["token_ids"] for row in rows}
             num_new = sum(map(len, tokens.values()))
             served.append(Served(category, acceptance, num_new, num_new / speed["new_tokens_per_s"], tokens))
-        prompts = baseline_stage.prompt_rows(context)
+        prompts = prompt_rows(context)
         measure_batch_speeds(context, engine, identity, prompts, sampling, folder_of_speeds)
     return served, client.started
 

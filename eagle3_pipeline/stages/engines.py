@@ -1,12 +1,11 @@
-"""Opens engines for stages: what cannot fit is refused before the load."""
+"""Opens engines for stages: what cannot succeed is refused before the load."""
 
-from eagle3_pipeline.data.verifier import Verifier
 from eagle3_pipeline.engine.client import EngineClient
-from eagle3_pipeline.engine.devices import gpu_memory
-from eagle3_pipeline.engine.preflight import Check, check_cpu_memory, check_gpu_fit, check_gpus
+from eagle3_pipeline.engine.preflight import Check
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import PreflightError
 from eagle3_pipeline.stages.context import StageContext
+from eagle3_pipeline.stages.preflight import engine_checks, pipeline_checks
 
 
 def open_engine(context: StageContext, engine: EngineSpec) -> EngineClient:
@@ -18,25 +17,11 @@ def open_engine(context: StageContext, engine: EngineSpec) -> EngineClient:
     """
 
     def check() -> None:
-        # What fails for want of a file, a layer or a template raises where the stage reads it, before this.
-        _require(engine_checks(context, engine, context.verifier))
+        _require([*pipeline_checks(context), *engine_checks(context, engine, context.verifier)])
         if context.spec.resources.dummy_load:
             context.engines.rehearse(engine, context.log)
 
     return context.engines.acquire(engine, context.log, before_start=check)
-
-
-def engine_checks(context: StageContext, engine: EngineSpec, verifier: Verifier) -> list[Check]:
-    """Checks of devices and memory for one engine."""
-    if not engine.num_gpus:
-        return [check_cpu_memory(engine, verifier.weight_bytes)]
-    gpus = gpu_memory()
-    # While engines or trainings of ours hold devices, memory that is not free now may be when the lease is.
-    ours = any(context.engines.pool.holders().values())
-    checks = check_gpus(engine.num_gpus, gpus, 0.0 if ours else engine.gpu_memory_utilization)
-    if len(gpus) >= engine.num_gpus:
-        checks.append(check_gpu_fit(engine, verifier.weight_bytes, verifier.kv_bytes_per_token, gpus))
-    return checks
 
 
 def _require(checks: list[Check]) -> None:

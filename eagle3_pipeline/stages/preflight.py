@@ -6,11 +6,19 @@ from typing import TypeVar
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.data.verifier import Verifier
 from eagle3_pipeline.engine.devices import gpu_memory
-from eagle3_pipeline.engine.preflight import Check, check_disk, check_gpus, check_writable
+from eagle3_pipeline.engine.preflight import (
+    Check,
+    check_cpu_memory,
+    check_disk,
+    check_gpu_fit,
+    check_gpus,
+    check_pool,
+    check_writable,
+)
+from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import ConfigError, EngineError
 from eagle3_pipeline.stages.context import StageContext
-from eagle3_pipeline.stages.engines import engine_checks
-from eagle3_pipeline.stages.prompting import chat_template
+from eagle3_pipeline.stages.templates import chat_template, prompt_rows
 from eagle3_pipeline.store.shards import Geometry
 
 Found = TypeVar("Found")
@@ -27,10 +35,10 @@ def preflight(context: StageContext, offline: bool = False, dummy_load: bool = F
     spec = context.spec
     verifier, checks = _attempt("verifier files", "whole", lambda: context.find_verifier(offline))
     if verifier:
-        geometry, layers = _attempt("layer ids", "in range", lambda: verifier.geometry(spec.capture))
-        checks += layers + _attempt("chat template", "renders", lambda: _render(context))[1]
-        checks.append(_check_positions(spec, verifier))
-        engine = context.capturing_engine_spec() if geometry else context.engine_spec()
+        checks += pipeline_checks(context)
+        checks += _attempt("evaluation prompts", "fit", lambda: _count_prompts(context))[1]
+        layers = _attempt("", "", lambda: verifier.geometry(spec.capture))[0]
+        engine = context.capturing_engine_spec() if layers else context.engine_spec()
         checks += engine_checks(context, engine, verifier)
         num_tokens = spec.dataset.samples_per_chunk * spec.generation.max_sequence_tokens
         what = f"the hidden states of a chunk of {spec.dataset.samples_per_chunk:,} longest sequences"
@@ -38,10 +46,43 @@ def preflight(context: StageContext, offline: bool = False, dummy_load: bool = F
     else:
         wanted = spec.resources.tensor_parallel_size if spec.resources.num_gpus != 0 else 0
         checks += check_gpus(wanted, gpu_memory(), spec.resources.gpu_memory_utilization) if wanted else []
-    checks.append(check_writable(context.engines.folder))
+        checks += _writable(context)
     if dummy_load and all(check.passed for check in checks):
         checks.append(_rehearse(context))
     return checks
+
+
+def pipeline_checks(context: StageContext) -> list[Check]:
+    """What a pipeline's settings ask of its verifier, whatever engine is to be started."""
+    spec, verifier = context.spec, context.verifier
+    checks = _attempt("layer ids", "in range", lambda: verifier.geometry(spec.capture))[1]
+    checks += _attempt("chat template", "renders", lambda: _render(context))[1]
+    checks.append(_check_positions(spec, verifier))
+    return checks
+
+
+def engine_checks(context: StageContext, engine: EngineSpec, verifier: Verifier) -> list[Check]:
+    """Checks of devices, memory and folders for one engine."""
+    checks = _writable(context)
+    if not engine.num_gpus:
+        return [*checks, check_cpu_memory(engine, verifier.weight_bytes)]
+    gpus = gpu_memory()
+    # While engines or trainings of ours hold devices, memory that is not free now may be when the lease is.
+    ours = any(context.engines.pool.holders().values())
+    checks.append(check_pool(engine.num_gpus, context.engines.num_gpus))
+    checks += check_gpus(engine.num_gpus, gpus, 0.0 if ours else engine.gpu_memory_utilization)
+    if len(gpus) >= engine.num_gpus:
+        checks.append(check_gpu_fit(engine, verifier.weight_bytes, verifier.kv_bytes_per_token, gpus))
+    return checks
+
+
+def _writable(context: StageContext) -> list[Check]:
+    return [check_writable(context.engines.folder), check_writable(context.engines.pool_folder)]
+
+
+def _count_prompts(context: StageContext) -> str:
+    by_category = prompt_rows(context)
+    return f"{sum(map(len, by_category.values()))} prompts in {len(by_category)} categories"
 
 
 def _rehearse(context: StageContext) -> Check:

@@ -1,4 +1,4 @@
-"""Sends prompts to an engine: the template that renders them, the request of a chunk, its answers and speed."""
+"""Sends prompts to an engine: the request of a chunk, its answers and speed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +7,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle3_pipeline.data.chat_template import ChatTemplate, load_tokenizer
 from eagle3_pipeline.engine.jobs import GenerateJob, read_journal
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import EngineDiedError
@@ -43,14 +42,6 @@ class PromptBatch:
     batch_size: int = 0
 
 
-def chat_template(context: StageContext) -> ChatTemplate:
-    """The verifier's template with this pipeline's settings."""
-    spec = context.spec
-    tokenizer = load_tokenizer(context.verifier.path, spec.verifier.trust_remote_code)
-    kwargs, stop_tokens = spec.generation.chat_template_kwargs, spec.verifier.stop_tokens
-    return ChatTemplate(tokenizer, spec.verifier.chat_template, kwargs, stop_tokens)
-
-
 def run_prompts(
     context: StageContext, engine: EngineSpec, batch: PromptBatch
 ) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
@@ -78,7 +69,7 @@ def run_prompts(
         try:
             counts = client.generate(job, ProgressLog(context.log, batch.what))
         except EngineDiedError as error:
-            context.engines.died(engine, error)
+            context.engines.died(engine, client.host, error)
             raise
         context.engines.worked(engine)
     elapsed = max(counts["elapsed_s"], 1e-9)

@@ -40,7 +40,8 @@ from eagle3_pipeline.stages.capture import (
 )
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
 from eagle3_pipeline.stages.engines import open_engine
-from eagle3_pipeline.stages.prompting import PromptBatch, chat_template, run_prompts
+from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
+from eagle3_pipeline.stages.templates import chat_template
 from eagle3_pipeline.store.fingerprint import digest, rows_content_id, token_lists_id
 from eagle3_pipeline.store.objects import Artifact, ArtifactWriter
 from eagle3_pipeline.store.shards import intact_records
@@ -108,8 +109,10 @@ def _generate(
     writer: ArtifactWriter,
     captured: Path | None,
 ) -> Produced:
-    template = chat_template(context)
     spec = context.spec.generation
+    if spec.mode == "regenerate":
+        context.engines.require_startable(context.capturing_engine_spec() if captured else context.engine_spec())
+    template = chat_template(context)
     conversations = pq.read_table(dataset.path(dataset_stage.CONVERSATIONS)).to_pylist()
     if spec.mode == "passthrough":
         items = [

@@ -202,3 +202,33 @@ def test_an_old_heartbeat_is_no_daemon(pipeline: Pipeline) -> None:
     assert not daemon_runs(pipeline.instance)
     assert beat(5)
     assert not beat(300)
+
+
+def test_an_engine_that_failed_refuses_the_next_chunk_before_anything_is_read(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading the tokenizer takes a fresh process seconds."""
+    monkeypatch.setenv("EAGLE3_FAKE_FAIL", "start")
+    with pytest.raises(Eagle3Error, match="the fake engine was told not to start"):
+        materialise(pipeline, launch.Selection(ids.CHUNK_STAGES, FIRST))
+
+    def never(*_: object) -> None:
+        raise AssertionError("the tokenizer was read")
+
+    monkeypatch.setattr("eagle3_pipeline.stages.templates.load_tokenizer", never)
+    with pytest.raises(Eagle3Error, match=r"is not started again, it failed before: [\s\S]*was told not to start"):
+        materialise(pipeline, launch.Selection(ids.CHUNK_STAGES, SECOND))
+    assert pipeline.num_starts() == 1
+
+
+def test_a_pattern_that_matches_no_chunk_is_an_error(pipeline: Pipeline) -> None:
+    result = command("materialize", "fake", "--chunks", "9*")
+    assert result.exit_code == 1
+    assert "fake: no chunk matches --chunks '9*'; the chunks are 000000 to 000001" in result.output
+
+
+def test_evaluation_prompts_that_do_not_fit_are_told_before_any_chunk_runs(pipeline: Pipeline) -> None:
+    pipeline.configure(evaluation={"max_new_tokens": 95})
+    with pytest.raises(Eagle3Error, match=r"exceed generation\.max_sequence_tokens 96"):
+        materialise(pipeline, launch.Selection())
+    assert pipeline.num_starts() == 0

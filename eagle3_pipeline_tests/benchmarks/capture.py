@@ -8,7 +8,8 @@ from typing import Any
 from eagle3_pipeline.config import find_pipeline, project_home
 from eagle3_pipeline.data.smollm2 import prepare_model
 from eagle3_pipeline.stages.context import StageContext
-from eagle3_pipeline.stages.prompting import PromptBatch, chat_template, run_prompts
+from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
+from eagle3_pipeline.stages.templates import chat_template
 
 NUM_PROMPTS = 64
 MAX_NEW_TOKENS = 64

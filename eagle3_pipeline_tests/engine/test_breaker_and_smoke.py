@@ -64,9 +64,9 @@ def test_a_killed_start_may_be_tried_again(manager: EngineManager, monkeypatch: 
 
 
 def test_two_deaths_at_work_trip_and_a_finished_job_forgives(tmp_path: Path) -> None:
-    record_failure(tmp_path, "first", deterministic=False)
+    record_failure(tmp_path, "first", deterministic=False, host="1-1.0")
     assert not read_failures(tmp_path).tripped
-    record_failure(tmp_path, "second", deterministic=False)
+    record_failure(tmp_path, "second", deterministic=False, host="2-2.0")
     assert read_failures(tmp_path).tripped
     assert read_failures(tmp_path).last == "second"
     assert reset_failures(tmp_path)

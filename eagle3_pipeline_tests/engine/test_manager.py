@@ -334,7 +334,7 @@ def test_stop_all_ends_a_busy_engine(manager: EngineManager, make_job: JobMaker,
     manager.stop_all(_quiet)
     assert not state.is_alive()
     thread.join(10)
-    assert len(failures) == 1 and "the engine died while it worked" in str(failures[0])
+    assert len(failures) == 1 and "was stopped while it worked (eagle3 engine stop" in str(failures[0])
 
 
 def test_a_state_of_a_dead_host_does_not_count(manager: EngineManager) -> None:

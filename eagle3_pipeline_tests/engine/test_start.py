@@ -40,7 +40,7 @@ def test_who_waits_for_another_starter_is_told_so(
     wait_until(lambda: manager.starts() != [])
     manager.acquire(engine_spec(), log.append).close()
     starter.join(10)
-    waiting = [line for line in log if "another process works on the start of the engine no-such-model" in line]
+    waiting = [line for line in log if "waiting for another run's start of it: engine loading for" in line]
     assert len(waiting) >= 2
     assert len(manager.starts()) == 1
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_pipeline.config import find_pipeline
-from eagle3_pipeline.stages import prompting
+from eagle3_pipeline.stages import templates
 from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.stages.verifier_outputs import materialise_outputs
 from eagle3_pipeline.store.manifest import Manifest
@@ -36,7 +36,7 @@ def install() -> None:
         return publish(writer, manifest)
 
     ArtifactWriter.publish = gated  # type: ignore[assignment, method-assign]
-    prompting.load_tokenizer = light_tokenizer  # type: ignore[assignment]
+    templates.load_tokenizer = light_tokenizer  # type: ignore[assignment]
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import pytest
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.data.verifier import resolve_verifier
 from eagle3_pipeline.engine.devices import GpuMemory
-from eagle3_pipeline.engine.preflight import GIB, check_cpu_memory, check_disk, check_gpu_fit, check_gpus
+from eagle3_pipeline.engine.preflight import GIB, check_cpu_memory, check_disk, check_gpu_fit, check_gpus, check_pool
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import PreflightError
 from eagle3_pipeline.stages.context import StageContext
@@ -35,12 +35,14 @@ def engine(**changes: object) -> EngineSpec:
 @pytest.fixture
 def context(tmp_path: Path) -> StageContext:
     make_tiny_llama(tmp_path / "tiny")
+    (tmp_path / "prompts.jsonl").write_text('{"category": "a", "prompt": "hi"}\n')
     spec = PipelineSpec.model_validate(
         {
             "name": "p",
             "verifier": {"model": str(tmp_path / "tiny")},
             "dataset": {"path": "none", "samples_per_chunk": 10},
             "generation": {"max_new_tokens": 8, "max_sequence_tokens": 64},
+            "evaluation": {"prompts": str(tmp_path / "prompts.jsonl"), "max_new_tokens": 8},
             "resources": {"num_gpus": 0},
         }
     )
@@ -105,6 +107,45 @@ def test_a_wrong_template_and_wrong_layers_are_lines(context: StageContext, tmp_
 
 def _until_error(context: StageContext) -> list:
     return [check for check in preflight(context) if not check.passed]
+
+
+def test_a_pool_smaller_than_the_engine_is_told() -> None:
+    check = check_pool(4, 2)
+    assert check.line() == (
+        "FAIL  GPUs of the pool: found 2, needed 4: raise resources.num_gpus, or lower resources.tensor_parallel_size"
+    )
+    assert check_pool(2, 2).passed
+
+
+def test_as_long_as_the_verifier_allows_is_not_too_long(context: StageContext) -> None:
+    """The tiny Llama has 1,024 positions; a draft's one beyond the last token is asked for where there is one."""
+    for longest, expected in ((64, 65), (1023, 1024), (1024, 1024)):
+        assert with_longest(context, longest).engine_spec().max_model_len == expected
+    check = next(c for c in preflight(with_longest(context, 1025)) if "positions" in c.what)
+    assert not check.passed and check.needed == "1,025"
+
+
+def with_longest(context: StageContext, longest: int) -> StageContext:
+    spec = context.spec
+    generation = spec.generation.model_copy(update={"max_sequence_tokens": longest})
+    return StageContext(spec.model_copy(update={"generation": generation}), home=context.home)
+
+
+def test_what_preflight_refuses_starts_no_engine(context: StageContext, tmp_path: Path) -> None:
+    with pytest.raises(PreflightError, match="FAIL  positions of the verifier: found 1,024, needed 2,000"):
+        open_engine(with_longest(context, 2000), context.engine_spec())
+    (tmp_path / "home").mkdir(exist_ok=True)
+    (tmp_path / "home" / "devices").write_text("a file where a folder should be")
+    with pytest.raises(PreflightError, match="state folder .*devices"):
+        open_engine(context, context.engine_spec())
+    assert context.engines.starts() == []
+
+
+def test_evaluation_prompts_that_do_not_fit_are_a_line(context: StageContext, tmp_path: Path) -> None:
+    evaluation = context.spec.evaluation.model_copy(update={"max_new_tokens": 60})
+    lines = [c.line() for c in preflight(StageContext(context.spec.model_copy(update={"evaluation": evaluation})))]
+    (line,) = [line for line in lines if "evaluation prompts" in line]
+    assert line.startswith("FAIL") and "exceed generation.max_sequence_tokens 64" in line
 
 
 def test_no_engine_starts_without_memory(context: StageContext) -> None:
