@@ -35,9 +35,10 @@ def write_published_folder(
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    target = os.path.relpath(checkpoint.folder, folder)
     for name in checkpoint.manifest.files:
-        (partial / name).symlink_to(Path(target) / name)
+        link = partial / name
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(os.path.relpath(checkpoint.folder / name, (folder / name).parent))
     chunks = {stage: _chunk_manifests(context, stage, checkpoint.manifest) for stage in ids.CHUNK_STAGES}
     facts = _facts(context, checkpoint.manifest, evaluation, champion, chunks)
     facts.champion_before = {} if before is None else {"all": before.acceptance_length, **before.acceptance_by_category}

@@ -32,6 +32,9 @@ from eagle3_pipeline.training.resume import ResumeStore
 from eagle3_pipeline.training.split import validation_conversations
 
 
+LAST = "last"
+
+
 class Trainer:
     """One training run; with several ranks, one of them."""
 
@@ -271,12 +274,16 @@ class Trainer:
         return True
 
     def _export(self) -> None:
-        best = self.progress.best_epoch
+        best, last = self.progress.best_epoch, len(self.progress.history) - 1
+        layers = self.model.config.transformer_layer_config
+        if best != last:
+            # For whoever would rather go on from the end than from the best epoch.
+            export_draft(self.model, self.job.output / LAST)
+            check_export(self.job.output / LAST, self.job, layers, self.bench.vocab_map)
         self.model.load_state_dict(self.resume.load_best(best), strict=False)
         self.log.write(self.job.output)
         draw_curves(self.log.table().to_pylist(), self.job.output / CURVES_NAME)
         self.num_trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        layers = self.model.config.transformer_layer_config
         export_draft(self.model, self.job.output)
         check_export(self.job.output, self.job, layers, self.bench.vocab_map)
         self.resume.remove()

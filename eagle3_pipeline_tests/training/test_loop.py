@@ -60,7 +60,9 @@ def test_result_and_events(trained: TrainedRun) -> None:
 
 def test_output_folder(trained: TrainedRun) -> None:
     names = sorted(p.name for p in trained.output.iterdir())
-    assert names == ["config.json", "curves.png", "metrics.parquet", "model.safetensors"]
+    metrics = trained.result["metrics"]
+    last = [] if metrics["best_epoch"] == metrics["epochs"] else ["last"]
+    assert names == ["config.json", "curves.png", *last, "metrics.parquet", "model.safetensors"]
     assert (trained.output / "curves.png").read_bytes().startswith(b"\x89PNG")
     table = pq.read_table(trained.output / "metrics.parquet")
     assert table.column_names == ["kind", "step", "epoch", "split", "name", "value"]
@@ -92,6 +94,9 @@ def test_stops_when_acceptance_does_not_grow(
     exported = load_file(Path(spec["output"]) / "model.safetensors")["fc.weight"]
     assert torch.equal(exported, weights[2])
     assert not torch.equal(exported, weights[4])
+    last = Path(spec["output"]) / "last"
+    assert torch.equal(load_file(last / "model.safetensors")["fc.weight"], weights[4])
+    assert sorted(path.name for path in last.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_frozen_output_layer_stays_the_verifiers(

@@ -103,3 +103,19 @@ def test_ranks_end_with_the_process_that_runs_torchrun(spec_in: SpecMaker, tmp_p
     runner.wait()
     _, alive = psutil.wait_procs(found, 30)
     assert len(found) == 2 and not alive
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_all_gpus_equal_one_on_the_same_global_batch(spec_in: SpecMaker, tmp_path: Path) -> None:
+    """As many processes as GPUs, over NCCL. The first step sees equal weights; later ones carry bf16 rounding along."""
+    world = torch.cuda.device_count()
+    settings = {**SETTINGS, "device": "cuda", "accumulate": 2 * world, "noise": {"kind": "gaussian"}}
+    for number in (1, world):
+        run(spec_in(tmp_path / f"out-{number}", **settings), tmp_path / f"run-{number}", number)
+    for name, tolerance in (("loss", 1e-2), ("grad_norm", 3e-2)):
+        one, many = (step_values(tmp_path / f"out-{number}", name) for number in (1, world))
+        print(name, one, many)
+        assert many[0] == pytest.approx(one[0], rel=1e-3)
+        assert many == pytest.approx(one, rel=tolerance), name
