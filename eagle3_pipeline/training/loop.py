@@ -31,7 +31,6 @@ from eagle3_pipeline.training.ranks import Ranks
 from eagle3_pipeline.training.resume import ResumeStore
 from eagle3_pipeline.training.split import validation_conversations
 
-
 LAST = "last"
 
 
