@@ -24,7 +24,7 @@ from eagle3_pipeline.definitions import build_definitions
 from eagle3_pipeline.engine.lease import GpuPool
 from eagle3_pipeline.engine.state import EngineState, read_starts
 from eagle3_pipeline.stages import identity as ids
-from eagle3_pipeline.stages import prompting
+from eagle3_pipeline.stages import templates
 from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.stages.verifier_outputs import ChunkOutputs, materialise_outputs
 from eagle3_pipeline_tests.fake_engine import FAKE_BACKEND
@@ -273,7 +273,7 @@ def home(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setenv("EAGLE3_ENGINE_BACKEND", FAKE_BACKEND)
     monkeypatch.setenv("EAGLE3_FAKE_CORE", "1")
     monkeypatch.setenv("EAGLE3_FAKE_GATES", str(tmp_path / "home" / "gates"))
-    monkeypatch.setattr(prompting, "load_tokenizer", gated.light_tokenizer)
+    monkeypatch.setattr(templates, "load_tokenizer", gated.light_tokenizer)
     made = Home(tmp_path / "home")
     made.gates.mkdir()
     yield made

@@ -85,7 +85,7 @@ def hold(home: Home, victim: str, name: str) -> tuple[subprocess.Popen, int]:
     host = home.host_pid()
     assert home.num_starts() == point.num_loads
     if victim == CORE:
-        (core,) = psutil.Process(host).children()
+        (core,) = [child for child in psutil.Process(host).children() if child.name() == "sleep"]
         return started, core.pid
     return started, host if victim == HOST else started.pid
 
@@ -136,7 +136,8 @@ def test_a_kill_costs_at_most_one_load_and_no_finished_work(home: Home, victim: 
     assert home.visible(SECOND) == list(OUTPUTS)
     assert home.manifests(FIRST) == finished
     if victim == HOST and name.startswith("before"):
-        assert [process.name() for process in home.processes()] == ["sleep"], "the core of the killed host"
+        wait_until(lambda: home.processes() == [])
+        # Nobody started another engine, so the dead host's record is still there for whoever comes next.
         with home.context.engines.lease(1, "whoever comes next", 10.0, print, ""):
             assert home.processes() == []
     home.assert_nothing_left(timeout_s=15)

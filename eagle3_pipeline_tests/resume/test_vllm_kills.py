@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle3_pipeline.config import find_pipeline
-from eagle3_pipeline.stages import prompting
+from eagle3_pipeline.stages import templates
 from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.stages.dataset import materialise_dataset
 from eagle3_pipeline.stages.verifier_outputs import SEQUENCES
@@ -52,7 +52,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vllm_home(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
     """A home with the chunk's conversations."""
     use_home(monkeypatch, tmp_path / "home", source / "pipelines")
-    monkeypatch.setattr(prompting, "load_tokenizer", gated.light_tokenizer)
+    monkeypatch.setattr(templates, "load_tokenizer", gated.light_tokenizer)
     made = Home(tmp_path / "home")
     made.gates.mkdir(parents=True)
     spec = find_pipeline(gated.PIPELINE)
