@@ -111,7 +111,9 @@ def test_ranks_end_with_the_process_that_runs_torchrun(spec_in: SpecMaker, tmp_p
 def test_all_gpus_equal_one_on_the_same_global_batch(spec_in: SpecMaker, tmp_path: Path) -> None:
     """As many processes as GPUs, over NCCL. The first step sees equal weights; later ones carry bf16 rounding along."""
     world = torch.cuda.device_count()
-    settings = {**SETTINGS, "device": "cuda", "accumulate": 2 * world, "noise": {"kind": "gaussian"}}
+    # Heads of this size are too small for flex attention.
+    small = {"device": "cuda", "attention": "sdpa", "noise": {"kind": "gaussian"}}
+    settings = {**SETTINGS, **small, "accumulate": 2 * world}
     for number in (1, world):
         run(spec_in(tmp_path / f"out-{number}", **settings), tmp_path / f"run-{number}", number)
     for name, tolerance in (("loss", 1e-2), ("grad_norm", 3e-2)):
