@@ -1,6 +1,7 @@
 """`eagle3`: the command line of the pipelines."""
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -16,6 +17,8 @@ from eagle3_pipeline.errors import ConfigError, Eagle3Error
 from eagle3_pipeline.planning import Plan, PlanRow
 from eagle3_pipeline.planning import plan as make_plan
 from eagle3_pipeline.stages.context import StageContext
+
+_SHORTEST_ID = 4
 
 
 class _Group(click.Group):
@@ -108,7 +111,9 @@ def _with_failures(spec: PipelineSpec, found: Plan) -> Plan:
 
 
 def _lines(rows: list[PlanRow]) -> str:
-    return tabulate([[r.stage, r.chunk, r.status, r.reason] for r in rows], ["stage", "chunk", "status", "why"])
+    unlinked = "made already, only to be pointed to"
+    table = [[r.stage, r.chunk, r.status, r.reason or ("" if r.linked else unlinked)] for r in rows]
+    return tabulate(table, ["stage", "chunk", "status", "why"])
 
 
 @main.command("sync-chunks")
@@ -148,14 +153,16 @@ def materialize(
     if dry_run:
         rows = selection.plan(make_plan(StageContext(spec))).to_run
         click.echo(_lines(rows))
-        click.echo(f"\n{len(rows)} lines are not fresh; nothing was started")
+        click.echo(f"\n{len(rows)} lines are to be run; nothing was started")
         return
     with launch.open_instance() as instance:
         runner = launch.choose_runner(spec, build_definitions([spec]), instance, click.echo, in_process)
         launched = launch.materialise_stale(spec, runner, click.echo, selection)
     click.echo(f"{pipeline}: {launched.num_runs} runs, {launched.num_engine_starts} engine starts")
-    for row in selection.plan(make_plan(StageContext(spec))).todo[:20]:
+    left = selection.plan(make_plan(StageContext(spec))).todo
+    for row in left[:20]:
         click.echo(f"not fresh: {row.stage} {row.chunk} {row.status}: {row.reason}")
+    sys.exit(1 if left else 0)
 
 
 def _known_stages(stages: tuple[str, ...]) -> tuple[str, ...]:
@@ -189,6 +196,10 @@ def promote(pipeline: str, draft_id: str | None, unpin: bool) -> None:
     from eagle3_pipeline.stages.champion import read_champion, read_history
 
     context = StageContext(find_pipeline(pipeline), log=click.echo)
+    if draft_id is not None and len(draft_id) < _SHORTEST_ID:
+        raise ConfigError(
+            f"--to takes at least {_SHORTEST_ID} characters of a draft's id; eagle3 promote {pipeline} lists them"
+        )
     if draft_id and unpin:
         raise ConfigError("--to pins and --unpin unpins: give one of them")
     if draft_id:
@@ -211,7 +222,13 @@ def promote(pipeline: str, draft_id: str | None, unpin: bool) -> None:
 
 @main.command()
 @click.option("--yes", is_flag=True, help="Delete; without it, nothing is.")
-@click.option("--grace-hours", default=24.0, show_default=True, help="Keep what was written to more recently.")
+@click.option(
+    "--grace-hours",
+    type=click.FloatRange(0, 1e6),
+    default=24.0,
+    show_default=True,
+    help="Keep what was written to more recently.",
+)
 def gc(yes: bool, grace_hours: float) -> None:
     """List, and with --yes delete, what no pipeline refers to or asks for: in bytes.
 
@@ -222,6 +239,8 @@ def gc(yes: bool, grace_hours: float) -> None:
     from eagle3_pipeline.stages.context import SCRATCH
     from eagle3_pipeline.store.retention import find_garbage
 
+    if not math.isfinite(grace_hours):
+        raise ConfigError(f"--grace-hours {grace_hours} is no number of hours")
     home = project_home()
     kept = retained(home)
     for note in kept.notes:

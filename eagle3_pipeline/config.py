@@ -202,7 +202,7 @@ class EvaluationSpec(Section):
 class PublishSpec(Section):
     """When a draft replaces the champion."""
 
-    min_improvement: float = semantic(0.0, "acceptance length by which a challenger must beat the champion")
+    min_improvement: float = semantic(0.0, "acceptance length by which a challenger must beat the champion", ge=0)
     max_category_drop: float | None = semantic(
         None, "largest loss of acceptance length in any category that a challenger may have; null: any", ge=0
     )

@@ -18,6 +18,8 @@ OWNERS = ["team:drafting"]
 SOURCE_ROWS = "source_rows"
 PIPELINE_TAG = "eagle3/pipeline"
 SPEC_TAG = "eagle3/spec_hash"
+# Metadata `error` of a step that was refused because the pipeline file was edited.
+EDITED = "EditedPipeline"
 
 
 def asset_key(spec: PipelineSpec, stage: str) -> dg.AssetKey:
@@ -56,7 +58,8 @@ def _require_unedited(context: dg.AssetExecutionContext, spec: PipelineSpec) -> 
         raise dg.Failure(
             description=f"{spec.name}: the pipeline file, or the code that reads it, was edited after this run was "
             f"launched: settings {launched_with} then, {spec.spec_hash()} now; reload the code location and launch the "
-            "run again"
+            "run again",
+            metadata={"error": EDITED},
         )
 
 

@@ -117,6 +117,11 @@ class ThroughDaemon:
                 return found
             if time.monotonic() >= next_report:
                 next_report += _REPORT_EVERY_S
+                if not daemon_runs(self.instance):
+                    raise Eagle3Error(
+                        f"{spec.name}: the Dagster daemon does not live any more; {len(open_runs)} of {len(runs)} runs "
+                        "wait for it: start it again (make dev), or terminate them in the UI and run this again"
+                    )
                 self._log(_progress(spec, found, len(open_runs), time.monotonic() - started))
             time.sleep(_POLL_S)
 

@@ -68,7 +68,7 @@ class Runner(Protocol):
 
 
 class InProcess:
-    """Runs in this process, one after the other; the first failure ends it."""
+    """Runs in this process, one after the other; a chunk that fails does not keep the others from being tried."""
 
     def __init__(self, definitions: dg.Definitions, instance: dg.DagsterInstance, log: Log) -> None:
         self.instance = instance
@@ -77,6 +77,7 @@ class InProcess:
 
     def run(self, spec: PipelineSpec, work: list[Work]) -> None:
         """Executes them in order."""
+        failures: list[str] = []
         job = self._definitions.resolve_job_def(job_name(spec, UPDATE))
         for number, item in enumerate(work, 1):
             self._log(f"{spec.name}: {item.text}" + (f" ({number} of {len(work)})" if len(work) > 1 else ""))
@@ -89,7 +90,13 @@ class InProcess:
                 raise_on_error=False,
             )
             if not result.success:
-                raise Eagle3Error(f"{spec.name}: run {result.run_id} ({item.text}) failed: {_failure(result)}")
+                reason, interrupted = _failure(result)
+                failures.append(f"run {result.run_id} ({item.text}) failed: {reason}")
+                if interrupted:
+                    break
+                self._log(f"{spec.name}: {failures[-1]}")
+        if failures:
+            raise Eagle3Error(f"{spec.name}: {len(failures)} of {len(work)} runs failed; first: {failures[0]}")
 
 
 def choose_runner(
@@ -129,10 +136,11 @@ def sync_chunks(spec: PipelineSpec, instance: dg.DagsterInstance, log: Log) -> N
     """Looks at the source, appends new chunks, shows changed ones as unsynced."""
     context = StageContext(spec, log)
     result = context.registry.sync(spec)
-    publish_chunks(instance, spec, context.registry.chunks())
+    publish_chunks(instance, spec, context.registry.chunks(), log)
+    gone = f", {len(result.gone)} gone from the source" if result.gone else ""
     log(
         f"{spec.name}: {len(result.added)} chunks added, {len(result.changed)} changed, "
-        f"{len(result.unchanged)} unchanged"
+        f"{len(result.unchanged)} unchanged{gone}"
     )
 
 
@@ -146,7 +154,7 @@ def materialise_stale(spec: PipelineSpec, runner: Runner, log: Log, selection: S
     context.all_chunks()
     _check_evaluation(context, selection.plan(plan(context)))
     # An instance that lost its partitions, or never had them, gets them back.
-    publish_chunks(runner.instance, spec, context.registry.chunks())
+    publish_chunks(runner.instance, spec, context.registry.chunks(), log)
     launched, before = Launched(), len(context.engines.starts())
     done: set[Work] = set()
     while work := _selected(context, selection):
@@ -173,16 +181,17 @@ def _selected(context: StageContext, selection: Selection) -> list[Work]:
     return next_work(selection.plan(plan(context)), passes(context))
 
 
-def _failure(result: dg.ExecuteInProcessResult) -> str:
+def _failure(result: dg.ExecuteInProcessResult) -> tuple[str, bool]:
+    """Why a run failed, and whether somebody interrupted it."""
     failures = [event for event in result.all_events if event.is_step_failure]
     if not failures:
-        return "see the run's log"
+        return "see the run's log", False
     data = failures[0].step_failure_data
     if data.user_failure_data and data.user_failure_data.description:
-        return data.user_failure_data.description
+        return data.user_failure_data.description, False
     error = data.error
     if error is None or error.cls_name == "DagsterExecutionInterruptedError":
-        return "it was interrupted; run it again, and it continues"
+        return "it was interrupted; run it again, and it continues", True
     while error.cause:
         error = error.cause
-    return f"{error.message.strip()} (the run's log in the Dagster UI has the traceback)"
+    return f"{error.message.strip()} (the run's log in the Dagster UI has the traceback)", False

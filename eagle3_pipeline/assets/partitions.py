@@ -1,5 +1,8 @@
 """Partitions: one dynamic definition per pipeline, one key per sample chunk."""
 
+import time
+from collections.abc import Callable
+
 import dagster as dg
 
 from eagle3_pipeline.assets.common import SOURCE_ROWS, asset_key
@@ -7,6 +10,7 @@ from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.data.registry import Chunk
 
 _VERSION_TAG = "dagster/data_version"
+_REPORT_EVERY_S = 10.0
 
 
 def partitions_name(spec: PipelineSpec) -> str:
@@ -41,11 +45,20 @@ def observation(spec: PipelineSpec, chunk: Chunk) -> dg.AssetObservation:
     )
 
 
-def publish_chunks(instance: dg.DagsterInstance, spec: PipelineSpec, chunks: list[Chunk]) -> list[str]:
+def publish_chunks(
+    instance: dg.DagsterInstance,
+    spec: PipelineSpec,
+    chunks: list[Chunk],
+    log: Callable[[str], None] = lambda _line: None,
+) -> list[str]:
     """Adds missing partition keys and observes `source_rows` where its content is new; returns the observed keys."""
     missing, stale = unpublished_chunks(instance, spec, chunks)
     if missing:
         instance.add_dynamic_partitions(partitions_name(spec), sorted(missing))
-    for chunk in stale:
+    next_report = time.monotonic() + _REPORT_EVERY_S
+    for number, chunk in enumerate(stale):
+        if time.monotonic() >= next_report:
+            next_report += _REPORT_EVERY_S
+            log(f"{spec.name}: {number} of {len(stale)} chunks told to Dagster")
         instance.report_runless_asset_event(observation(spec, chunk))
     return [chunk.key for chunk in stale]

@@ -5,7 +5,7 @@ from collections import Counter
 import dagster as dg
 from dagster import DagsterRun, DagsterRunStatus, RunsFilter
 
-from eagle3_pipeline.assets.common import PIPELINE_TAG, SPEC_TAG
+from eagle3_pipeline.assets.common import EDITED, PIPELINE_TAG, SPEC_TAG
 from eagle3_pipeline.assets.work import Work
 from eagle3_pipeline.config import PipelineSpec
 
@@ -50,9 +50,25 @@ def _belongs_to(run: DagsterRun, spec: PipelineSpec) -> bool:
 
 
 def failed_attempts(instance: dg.DagsterInstance, spec: PipelineSpec) -> Counter[str]:
-    """Failed runs by the work that they were launched for; what people cancelled did not fail."""
+    """Failed runs by the work that they were launched for.
+
+    What people cancelled or interrupted did not fail, nor did what was refused because the pipeline file was edited.
+    """
     filters = RunsFilter(tags={PIPELINE_TAG: spec.name}, statuses=[DagsterRunStatus.FAILURE])
-    return Counter(run.tags[WORK_TAG] for run in instance.get_runs(filters) if WORK_TAG in run.tags)
+    runs = [run for run in instance.get_runs(filters) if WORK_TAG in run.tags]
+    return Counter(run.tags[WORK_TAG] for run in runs if not _is_excused(instance, run.run_id))
+
+
+def _is_excused(instance: dg.DagsterInstance, run_id: str) -> bool:
+    records = instance.get_records_for_run(run_id, of_type=dg.DagsterEventType.STEP_FAILURE, limit=1).records
+    event = records[0].event_log_entry.dagster_event if records else None
+    if event is None or not event.is_step_failure:
+        return False
+    data = event.step_failure_data
+    if data.error and data.error.cls_name == "DagsterExecutionInterruptedError":
+        return True
+    metadata = data.user_failure_data.metadata if data.user_failure_data else {}
+    return "error" in metadata and metadata["error"].value == EDITED
 
 
 def runs_of_retrain(instance: dg.DagsterInstance, retrain: str) -> list[DagsterRun]:

@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice, pairwise, repeat
 from pathlib import Path
 
@@ -44,6 +44,11 @@ class Chunk:
     duplicate_rows: tuple[int, ...] = ()
 
     @property
+    def has_work(self) -> bool:
+        """Whether any of its rows is not a duplicate of an earlier one."""
+        return self.num_rows > len(self.duplicate_rows)
+
+    @property
     def content_id(self) -> str:
         """Identity of what the chunk holds; independent of where the file lies."""
         offsets = [row - self.row_start for row in self.duplicate_rows]
@@ -70,6 +75,7 @@ class SyncResult:
         added: keys of new chunks.
         changed: keys of chunks with other content than before.
         unchanged: the others.
+        gone: keys of chunks, among the changed ones, whose rows the source does not have any more.
         num_unread: new or changed files that are left for the next sync, for want of time.
     """
 
@@ -77,6 +83,7 @@ class SyncResult:
     changed: list[str]
     unchanged: list[str]
     num_unread: int = 0
+    gone: list[str] = field(default_factory=list)
 
 
 class ChunkRegistry:
@@ -136,6 +143,7 @@ class ChunkRegistry:
             changed=[c.key for c in new if before.get(c.key, c.content_id) != c.content_id],
             unchanged=[c.key for c in new if before.get(c.key) == c.content_id],
             num_unread=len(seen.unread),
+            gone=[c.key for c in new if not c.num_rows and before.get(c.key, c.content_id) != c.content_id],
         )
 
     def _rescan(self, spec: DatasetSpec, old: list[Chunk], seen: SeenSources, deadline: float) -> list[Chunk]:

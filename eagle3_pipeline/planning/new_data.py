@@ -20,7 +20,7 @@ def new_data_fraction(context: StageContext, plan: Plan) -> float | None:
     checkpoint = manifests[ids.DRAFT_CHECKPOINT]
     assert checkpoint is not None
     trained = checkpoint.inputs["synthetic_generations"]
-    chunks = [chunk for chunk in context.registry.chunks() if chunk.num_rows]
+    chunks = [chunk for chunk in context.registry.chunks() if chunk.has_work]
     if set(trained) - {chunk.key for chunk in chunks}:
         return None
     stale = {row.chunk for row in plan.rows if row.status is not Status.FRESH}

@@ -12,6 +12,7 @@ from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.champion import read_champion
 from eagle3_pipeline.stages.context import Identity, StageContext
 from eagle3_pipeline.stages.current import enough_fresh
+from eagle3_pipeline.stages.published_draft import published_damage
 from eagle3_pipeline.store.fingerprint import digest
 from eagle3_pipeline.store.manifest import read_manifest
 from eagle3_pipeline.store.objects import Artifact
@@ -37,7 +38,7 @@ class _Planner:
     def plan(self) -> Plan:
         context, spec = self._context, self._context.spec
         self._check(ids.verifier_identity(spec, context.verifier), None)
-        chunks = [chunk for chunk in context.registry.chunks() if chunk.num_rows]
+        chunks = [chunk for chunk in context.registry.chunks() if chunk.has_work]
         generations: dict[str, _Made] = {}
         states: dict[str, str] = {}
         for chunk in chunks:
@@ -118,6 +119,8 @@ class _Planner:
             row = PlanRow(ids.PUBLISHED_DRAFT, "", Status.MISSING, "there is no champion yet")
         elif champion.considered != evaluation.manifest.content_id:
             row = PlanRow(ids.PUBLISHED_DRAFT, "", Status.STALE, "the current draft was not compared with the champion")
+        elif broken := published_damage(self._context, champion):
+            row = PlanRow(ids.PUBLISHED_DRAFT, "", Status.CORRUPT, broken)
         else:
             row = PlanRow(ids.PUBLISHED_DRAFT, "", Status.FRESH)
         self._rows.append(row)

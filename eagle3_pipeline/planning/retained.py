@@ -1,5 +1,6 @@
 """What `eagle3 gc` must not touch."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from eagle3_pipeline.planning.planner import plan
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.champion import read_champion, read_history
 from eagle3_pipeline.stages.context import StageContext
+from eagle3_pipeline.stages.published_draft import PUBLISHED_FOLDERS
 from eagle3_pipeline.store.references import References
 from eagle3_pipeline.store.retention import Key
 
@@ -63,6 +65,10 @@ def _add_references(found: Retained, references: References) -> None:
                 "materialise it again (eagle3 materialize), then run this again"
             )
         found.used.add((reference.stage, reference.fingerprint))
+    # Drafts that were ever published keep their files, whether or not the history still names them.
+    for path in references.folder.glob(f"{PUBLISHED_FOLDERS}/*/*"):
+        if path.is_symlink():
+            found.used.add((ids.DRAFT_CHECKPOINT, Path(os.path.realpath(path)).parent.name))
     champion = read_champion(references.folder)
     for one in [*read_history(references.folder), *([champion] if champion else [])]:
         found.used |= {(ids.DRAFT_CHECKPOINT, one.draft.checkpoint), (ids.DRAFT_EVALUATION, one.draft.evaluation)}

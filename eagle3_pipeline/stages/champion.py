@@ -78,18 +78,21 @@ def read_champion(folder: Path) -> Champion | None:
 
 
 def read_history(folder: Path) -> list[Champion]:
-    """Every promotion, oldest first; a torn last line does not count."""
+    """Every promotion, oldest first.
+
+    Raises:
+        StoreError: it is damaged: past champions must not be forgotten by accident.
+    """
+    path = folder / HISTORY
     try:
-        lines = (folder / HISTORY).read_bytes().splitlines()
+        return [_champion(json.loads(line)) for line in path.read_bytes().splitlines()]
     except FileNotFoundError:
         return []
-    found = []
-    for line in lines:
-        try:
-            found.append(_champion(json.loads(line)))
-        except (ValueError, TypeError, KeyError):
-            continue
-    return found
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StoreError(
+            f"{path} cannot be read: {error}; restore it, or remove it: past champions are then forgotten, and their "
+            "drafts kept only as long as their folders in published/ are there"
+        ) from error
 
 
 def write_champion(folder: Path, champion: Champion, promoted: bool) -> None:

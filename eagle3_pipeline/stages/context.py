@@ -144,12 +144,12 @@ class StageContext:
         return artifact
 
     def all_chunks(self) -> list[str]:
-        """Keys of all chunks that hold rows.
+        """Keys of all chunks that hold rows which no earlier chunk holds.
 
         Raises:
             StaleInputError: there is none.
         """
-        keys = [chunk.key for chunk in self.registry.chunks() if chunk.num_rows]
+        keys = [chunk.key for chunk in self.registry.chunks() if chunk.has_work]
         if not keys:
             raise StaleInputError(f"{self.spec.name} has no chunks; run eagle3 sync-chunks {self.spec.name}")
         return keys

@@ -31,7 +31,7 @@ def current_generations(context: StageContext) -> dict[str, Artifact]:
         StaleInputError: too many chunks lack them, or there is no chunk.
     """
     context.all_chunks()
-    chunks = [chunk for chunk in context.registry.chunks() if chunk.num_rows]
+    chunks = [chunk for chunk in context.registry.chunks() if chunk.has_work]
     found = {chunk.key: artifact for chunk in chunks if (artifact := _generations(context, chunk))}
     _require(context, ids.SYNTHETIC_GENERATIONS, found)
     return found

@@ -45,10 +45,16 @@ def _produce(context: StageContext, chunk: Chunk, writer: ArtifactWriter) -> Pro
     reasons = Counter(row["reason"] for row in rejected)
     if not num_read:
         raise DataError(f"{where} is empty: its rows are gone from the source")
-    if len(rows) < max(1, spec.min_yield * num_read):
+    # Duplicates are no fault of the chunk.
+    num_own = num_read - reasons["duplicate"]
+    if not num_own:
+        raise DataError(f"{where}: all of its {num_read} rows are duplicates of earlier ones; there is nothing to do")
+    if len(rows) < max(1, spec.min_yield * num_own):
+        first = next(row["detail"] for row in rejected if row["reason"] != "duplicate")
         raise DataError(
-            f"{where}: {len(rows)} of {num_read} rows are usable, dataset.min_yield asks for {spec.min_yield:.0%}; "
-            f"rejected: {_reasons(reasons)}; first: {rejected[0]['detail'] if rejected else ''}"
+            f"{where}: {len(rows)} of {num_own} rows are usable, dataset.min_yield asks for {spec.min_yield:.0%}, at "
+            f"least one; rejected: {_reasons(reasons)}; first: {first}. Repair or remove the rows, lower "
+            "dataset.min_yield, or lower schedule.min_fresh_fraction to do without this chunk"
         )
     pq.write_table(pa.Table.from_pylist(rows, CONVERSATION_SCHEMA), writer.folder / CONVERSATIONS)
     pq.write_table(pa.Table.from_pylist(rejected, REJECTED_SCHEMA), writer.folder / REJECTED)

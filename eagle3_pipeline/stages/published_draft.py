@@ -21,13 +21,13 @@ from eagle3_pipeline.stages.champion import (
 )
 from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.stages.draft_evaluation import EVALUATION
-from eagle3_pipeline.stages.model_card import write_published_folder
+from eagle3_pipeline.stages.model_card import CARD, write_published_folder
 from eagle3_pipeline.store import atomic
-from eagle3_pipeline.store.manifest import utc_now
+from eagle3_pipeline.store.manifest import read_manifest, utc_now
 from eagle3_pipeline.store.objects import Artifact
 
 LINK = "published_draft"
-_FOLDERS = "published"
+PUBLISHED_FOLDERS = "published"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,23 @@ def publish_draft(context: StageContext) -> Publication:
         assert champion is not None
         champion = replace(champion, reason=reason, considered=challenger.evaluation_content)
         write_champion(folder, champion, promoted=False)
+        if damage := published_damage(context, champion):
+            context.log(f"{context.spec.name}: {damage}; writing it again")
+            _write_folder(context, champion, None)
         return Publication(champion, False, folder / LINK)
+
+
+def published_damage(context: StageContext, champion: Champion) -> str:
+    """What is wrong with the folder that people serve; empty: nothing."""
+    link = context.references.folder / LINK
+    checkpoint = context.store.object_folder(ids.DRAFT_CHECKPOINT, champion.draft.checkpoint)
+    manifest = read_manifest(checkpoint)
+    if manifest is None:
+        return f"the champion's checkpoint {champion.draft.draft_id} is gone"
+    if os.path.realpath(link).rsplit("/", 1)[-1] != champion.draft.draft_id or not (link / CARD).is_file():
+        return f"{link} is not the champion's folder"
+    wrong = [name for name in manifest.files if os.path.realpath(link / name) != os.path.realpath(checkpoint / name)]
+    return f"{link / wrong[0]} is not the champion's file" if wrong else ""
 
 
 def pin_draft(context: StageContext, draft_id: str) -> Publication:
@@ -151,16 +167,22 @@ def _known_drafts(context: StageContext) -> Iterator[Contender]:
 
 
 def _crown(context: StageContext, champion: Champion) -> Publication:
+    folder = context.references.folder
+    before = read_champion(folder)
+    other = before.draft if before and before.draft.checkpoint != champion.draft.checkpoint else None
+    # The folder first: between the two writes the pointer names the older of two complete drafts.
+    _write_folder(context, champion, other)
+    write_champion(folder, champion, promoted=True)
+    return Publication(champion, True, folder / LINK)
+
+
+def _write_folder(context: StageContext, champion: Champion, before: Contender | None) -> None:
     folder, draft = context.references.folder, champion.draft
     checkpoint = context.store.require(ids.DRAFT_CHECKPOINT, draft.checkpoint)
     evaluation = context.store.require(ids.DRAFT_EVALUATION, draft.evaluation)
-    before = read_champion(folder)
-    target = folder / _FOLDERS / draft.draft_id
-    write_published_folder(context, target, checkpoint, evaluation, champion, before.draft if before else None)
-    # The link first: between the two writes the pointer names the older of two complete drafts.
+    target = folder / PUBLISHED_FOLDERS / draft.draft_id
+    write_published_folder(context, target, checkpoint, evaluation, champion, before)
     _point(folder / LINK, target)
-    write_champion(folder, champion, promoted=True)
-    return Publication(champion, True, folder / LINK)
 
 
 @contextmanager

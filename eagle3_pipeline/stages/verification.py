@@ -12,6 +12,7 @@ from eagle3_pipeline.stages.capture import captured_tokens
 from eagle3_pipeline.stages.champion import read_champion
 from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.stages.fidelity import check_states
+from eagle3_pipeline.stages.published_draft import published_damage
 from eagle3_pipeline.stages.verifier_outputs import SEQUENCES
 from eagle3_pipeline.store.fingerprint import table_content_id
 from eagle3_pipeline.store.objects import Artifact
@@ -35,6 +36,9 @@ def verify(context: StageContext) -> tuple[int, list[str]]:
                 problems.append(f"{where}: its reference or its artifact is gone or unreadable; materialise it again")
         except CorruptArtifactError as error:
             problems.append(f"{where}: {error}")
+    champion = read_champion(context.references.folder)
+    if champion and (broken := published_damage(context, champion)):
+        problems.append(f"published_draft: {broken}; materialise it again")
     return sound, problems
 
 

@@ -15,6 +15,7 @@ from eagle3_pipeline.store import atomic
 # What names an artifact: stage and fingerprint.
 Key = tuple[str, str]
 _PARTIAL = ".partial"
+_DOOMED = ".doomed"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Garbage:
     def remove(self) -> bool:
         """Deletes it, unless somebody writes it just now; it disappears at once, then its files."""
         with contextlib.suppress(WriterBusyError), atomic.exclusive(self.lock, f"{self.kind} {self.path.name}"):
-            doomed = self.path.with_name(f".{self.path.name}.{os.getpid()}.doomed")
+            doomed = self.path.with_name(f".{self.path.name}.{os.getpid()}{_DOOMED}")
             self.path.rename(doomed)
             shutil.rmtree(doomed)
             if self.kind != "partial":
@@ -64,13 +65,14 @@ def find_garbage(root: Path, scratch: Path, used: Collection[Key]) -> Iterator[G
         key = (folder.parent.name, folder.name)
         if key not in used:
             yield _garbage("scratch", folder, root / "objects" / key[0] / f"{key[1]}.lock")
-    for folder in sorted((root / "quarantine").glob("*/")):
+    for folder in sorted(p for pattern in ("*/", f".*{_DOOMED}/") for p in (root / "quarantine").glob(pattern)):
         yield _garbage("quarantine", folder, folder.with_suffix(".lock"))
 
 
 def _folders(parent: Path) -> Iterator[Path]:
     for folder in sorted(parent.glob("*/*/")):
-        if not folder.name.startswith("."):
+        # What a killed `gc` had begun to delete is garbage still.
+        if not folder.name.startswith(".") or folder.name.endswith(_DOOMED):
             yield folder
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
+from dagster import DagsterRunStatus
 from dagster._daemon.types import DaemonHeartbeat
 
 from eagle3_pipeline.assets import launch
-from eagle3_pipeline.assets.daemon import daemon_runs
+from eagle3_pipeline.assets.daemon import ThroughDaemon, daemon_runs
 from eagle3_pipeline.cli import main
 from eagle3_pipeline.definitions import build_definitions
 from eagle3_pipeline.errors import Eagle3Error, StaleInputError
@@ -180,7 +181,7 @@ def test_a_dry_run_starts_nothing_and_names_what_would_run(pipeline: Pipeline) -
     pipeline.run("prepare_data", FIRST)
     result = command("materialize", "fake", "--stale", "--stage", "dataset", "--dry-run")
     assert [line.split()[:3] for line in result.output.splitlines()[2:3]] == [["dataset", SECOND, "missing"]]
-    assert "1 lines are not fresh; nothing was started" in result.output
+    assert "1 lines are to be run; nothing was started" in result.output
     assert not (pipeline.home / "dagster_home").exists()
     result = command("materialize", "fake", "--stage", "datasets")
     assert result.exit_code == 1 and "no stage is named 'datasets'; there are: verifier, dataset, " in result.output
@@ -232,3 +233,28 @@ def test_evaluation_prompts_that_do_not_fit_are_told_before_any_chunk_runs(pipel
     with pytest.raises(Eagle3Error, match=r"exceed generation\.max_sequence_tokens 96"):
         materialise(pipeline, launch.Selection())
     assert pipeline.num_starts() == 0
+
+
+def test_a_chunk_that_fails_does_not_keep_the_others_from_being_tried(pipeline: Pipeline) -> None:
+    pipeline.configure(dataset={"min_yield": 1.0})
+    pipeline.write_rows("a.jsonl", ["one", "", "three", "four"])
+    pipeline.sync()
+    with pytest.raises(Eagle3Error, match=r"1 of 2 runs failed; first: .*chunk 000000") as caught:
+        materialise(pipeline, launch.Selection(ids.CHUNK_STAGES))
+    assert "Repair or remove the rows, lower dataset.min_yield" in str(caught.value)
+    assert {row.chunk for row in plan(pipeline.context).rows if row.status == "fresh" and row.chunk} == {SECOND}
+
+
+def test_what_waits_is_told_by_the_exit_code(pipeline: Pipeline) -> None:
+    result = command("materialize", "fake", "--stage", "hidden_states")
+    assert result.exit_code == 1
+    assert "fake: 0 runs" in result.output and "not fresh: hidden_states 000000 pending" in result.output
+
+
+def test_a_daemon_that_died_is_not_waited_for(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagle3_pipeline.assets.daemon._REPORT_EVERY_S", 0.1)
+    job = build_definitions([pipeline.spec]).resolve_job_def("fake__update")
+    run = pipeline.instance.create_run_for_job(job, status=DagsterRunStatus.STARTED)
+    runner = ThroughDaemon(pipeline.instance, print)
+    with pytest.raises(Eagle3Error, match="the Dagster daemon does not live any more; 1 of 1 runs wait for it"):
+        runner._wait(pipeline.spec, [run.run_id])

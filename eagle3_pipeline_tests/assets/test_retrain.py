@@ -7,10 +7,11 @@ from typing import Any
 import dagster as dg
 import pytest
 from dagster import DagsterRunStatus, RunsFilter
+from dagster._core.errors import DagsterExecutionInterruptedError
 
 from eagle3_pipeline.assets import launch, retrain, work
 from eagle3_pipeline.assets.retrain import Step, begin, carry_on, read_retrain
-from eagle3_pipeline.assets.runs import RETRAIN_TAG, WORK_TAG
+from eagle3_pipeline.assets.runs import RETRAIN_TAG, WORK_TAG, failed_attempts
 from eagle3_pipeline.definitions import build_definitions
 from eagle3_pipeline.planning import plan
 from eagle3_pipeline.stages import identity as ids
@@ -131,7 +132,7 @@ def test_a_chunk_that_fails_twice_is_left_out_and_named(
     daemon: Daemon, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline.configure(dataset={"min_yield": 1.0})
-    pipeline.write_rows("c.jsonl", ["nine", "nine"])
+    pipeline.write_rows("c.jsonl", ["nine", ""])
     pipeline.write_rows("d.jsonl", ["good", "better"])
     pipeline.sync()
     bad, good = (THIRD, list(ids.CHUNK_STAGES)), ("000003", list(ids.CHUNK_STAGES))
@@ -237,3 +238,48 @@ def test_three_hundred_chunks_are_requested_in_one_tick_and_then_the_tail(pipeli
         pipeline.instance.create_run_for_job(job, tags=tags, status=DagsterRunStatus.STARTED)
     again = carry_on(pipeline.spec, pipeline.instance, print)
     assert [request.run_key for request in again.requests] == [request.run_key for request in step.requests[150:]]
+
+
+def test_what_was_interrupted_or_refused_for_an_edit_is_no_failure_of_the_work(
+    daemon: Daemon, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline.write_rows("c.jsonl", ["nine", "ten"])
+    pipeline.sync()
+    request = begin(pipeline.spec, pipeline.instance, print).requests[0]
+    job = build_definitions([pipeline.spec]).resolve_job_def("fake__update")
+
+    def run(**tags: str) -> bool:
+        return job.execute_in_process(
+            instance=pipeline.instance,
+            partition_key=THIRD,
+            asset_selection=request.asset_selection,
+            tags={**request.tags, **tags},
+            raise_on_error=False,
+        ).success
+
+    for _ in range(2):
+        assert not run(**{"eagle3/spec_hash": "0123456789abcdef"})
+
+    def interrupt(*_: Any) -> None:
+        raise DagsterExecutionInterruptedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("eagle3_pipeline.assets.dataset.materialise_dataset", interrupt)
+        for _ in range(2):
+            assert not run()
+    assert sum(failed_attempts(pipeline.instance, pipeline.spec).values()) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr("eagle3_pipeline.assets.dataset.materialise_dataset", lambda *_: 1 / 0)
+        assert not run()
+    assert sum(failed_attempts(pipeline.instance, pipeline.spec).values()) == 1
+
+
+def test_a_copied_file_is_no_chunk_to_wait_for(daemon: Daemon, pipeline: Pipeline) -> None:
+    pipeline.write_rows("c.jsonl", ["one", "two", "three", "four"])
+    pipeline.sync()
+    assert daemon.tick(begin).message == "nothing changed: everything is fresh"
+    pipeline.write_rows("d.jsonl", ["one", "new"])
+    pipeline.sync()
+    assert [chunk for chunk, _ in _requests(daemon.tick(begin))] == ["000003"]
+    daemon.until_done()
+    assert _outcome(pipeline) == "published"

@@ -1,6 +1,7 @@
 """Promotion: margin, floor by category, pins, history, the folder that people serve and its card."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,9 +124,9 @@ def test_the_current_draft_can_be_promoted_by_hand(make_context: ContextMaker) -
 
 def test_an_unknown_draft_is_named_with_those_there_are(make_context: ContextMaker) -> None:
     first = draft(make_context, 1, 2.0)
-    result = promote(first.context, "--to", "zzz")
+    result = promote(first.context, "--to", "zzzz")
     assert result.exit_code == 1
-    assert f"p: 0 drafts match 'zzz'; there are: {first.draft_id}" in result.output
+    assert f"p: 0 drafts match 'zzzz'; there are: {first.draft_id}" in result.output
     assert promote(first.context, "--to", "a", "--unpin").exit_code == 1
 
 
@@ -174,3 +175,49 @@ def test_the_card_says_what_the_draft_is(make_context: ContextMaker) -> None:
     # What people serve are the checkpoint's own files.
     names = set(context.upstream(ids.DRAFT_CHECKPOINT).manifest.files)
     assert {path.name for path in folder.iterdir()} == names | {"README.md", "provenance.json"}
+
+
+@pytest.mark.parametrize("damage", ["gone", "link", "file", "card"])
+def test_a_served_folder_that_is_lost_is_told_and_written_again(make_context: ContextMaker, damage: str) -> None:
+    first = draft(make_context, 1, 2.0)
+    folder = first.context.references.folder / LINK
+    if damage == "gone":
+        shutil.rmtree(folder.resolve())
+    elif damage == "link":
+        folder.unlink()
+    elif damage == "file":
+        (folder / "data.bin").unlink()
+        (folder / "data.bin").write_text("another model")
+    else:
+        (folder / "README.md").unlink()
+    (row,) = plan(first.context).todo
+    assert (row.stage, row.status) == (ids.PUBLISHED_DRAFT, Status.CORRUPT)
+    promote(first.context)
+    assert CliRunner().invoke(main, ["verify", "p"]).exit_code == 1
+    # Whether the next draft wins or not, what people serve is there again.
+    worse = draft(make_context, 2, 1.0)
+    assert served(worse) == first.checkpoint
+    assert (folder / "README.md").read_text().startswith("---")
+    assert plan(worse.context).todo == []
+    assert CliRunner().invoke(main, ["verify", "p"]).exit_code == 0
+
+
+@pytest.mark.parametrize("damage", ['{"a": [', "\x00\x01", "[]"])
+def test_a_damaged_history_stops_gc_and_a_lost_one_loses_no_draft(make_context: ContextMaker, damage: str) -> None:
+    first, second = draft(make_context, 1, 2.0), draft(make_context, 2, 2.5)
+    promote(second.context)
+    path = second.context.references.folder / "champions.jsonl"
+    path.write_text(damage + "\n" + path.read_text())
+    result = CliRunner().invoke(main, ["gc", "--grace-hours", "0", "--yes"])
+    assert result.exit_code == 1 and "champions.jsonl cannot be read" in result.output
+    path.unlink()
+    assert CliRunner().invoke(main, ["gc", "--grace-hours", "0", "--yes"]).exit_code == 0
+    assert first.context.store.object_folder(ids.DRAFT_CHECKPOINT, first.checkpoint).exists()
+
+
+def test_the_present_champion_is_not_compared_with_itself(make_context: ContextMaker) -> None:
+    first = draft(make_context, 1, 2.0)
+    promote(first.context, "--to", first.draft_id)
+    assert "Against the champion before" not in (first.context.references.folder / LINK / "README.md").read_text()
+    for short in ("", "abc"):
+        assert "characters of a draft's id" in promote(first.context, "--to", short).output

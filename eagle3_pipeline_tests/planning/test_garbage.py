@@ -177,3 +177,18 @@ def test_verify_takes_no_file_of_the_champion_for_a_reference(contexts: list, tm
     path.write_bytes(b"9876543210")
     result = CliRunner().invoke(main, ["verify", "p"])
     assert result.exit_code == 1 and "the champion: draft_checkpoint/" in result.output
+
+
+def test_what_a_killed_gc_had_begun_to_delete_is_garbage_still(contexts: list, tmp_path: Path) -> None:
+    doomed = contexts[-1][0].store.object_folder(ids.HIDDEN_STATES, f".{'0' * 32}.77.doomed")
+    doomed.mkdir()
+    (doomed / "shard").write_text("12345")
+    assert listed(gc(), tmp_path / "home")[doomed] == 5
+    age(doomed)
+    assert "1 folders deleted" in gc("--yes").output and not doomed.exists()
+
+
+@pytest.mark.parametrize("hours", ["-5", "nan"])
+def test_a_grace_period_is_a_number_of_hours(contexts: list, hours: str) -> None:
+    assert CliRunner().invoke(main, ["gc", "--yes", "--grace-hours", hours]).exit_code != 0
+    assert listed(gc(), contexts[-1][0].home), "nothing was deleted"
