@@ -89,8 +89,7 @@ def plan(pipeline: str, as_json: bool, why: str | None) -> None:
     result = _with_failures(spec, make_plan(StageContext(spec)))
     keys = sorted({row.chunk for row in result.rows if row.chunk})
     if why not in (None, "all", *keys):
-        there_are = f"the chunks are {keys[0]} to {keys[-1]}" if keys else f"run eagle3 sync-chunks {pipeline}"
-        raise ConfigError(f"{pipeline} has no chunk {why!r}; {there_are}")
+        raise ConfigError(f"{pipeline} has no chunk {why!r}; {_there_are(pipeline, keys)}")
     if as_json:
         click.echo(json.dumps(result.to_json(), indent=2))
     elif why:
@@ -98,6 +97,10 @@ def plan(pipeline: str, as_json: bool, why: str | None) -> None:
     else:
         click.echo(result.table())
         click.echo(f"\n{len(result.todo)} of {len(result.rows)} lines are not fresh")
+
+
+def _there_are(pipeline: str, keys: list[str]) -> str:
+    return f"the chunks are {keys[0]} to {keys[-1]}" if keys else f"run eagle3 sync-chunks {pipeline}"
 
 
 def _with_failures(spec: PipelineSpec, found: Plan) -> Plan:
@@ -148,8 +151,7 @@ def materialize(
     selection = launch.Selection(_known_stages(stages), chunks)
     keys = [chunk.key for chunk in StageContext(spec).registry.chunks()]
     if chunks != "*" and not any(fnmatch(key, chunks) for key in keys):
-        there_are = f"the chunks are {keys[0]} to {keys[-1]}" if keys else f"run eagle3 sync-chunks {pipeline}"
-        raise ConfigError(f"{pipeline}: no chunk matches --chunks {chunks!r}; {there_are}")
+        raise ConfigError(f"{pipeline}: no chunk matches --chunks {chunks!r}; {_there_are(pipeline, keys)}")
     if dry_run:
         rows = selection.plan(make_plan(StageContext(spec))).to_run
         click.echo(_lines(rows))

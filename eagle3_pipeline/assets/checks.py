@@ -59,13 +59,11 @@ def _build(spec: PipelineSpec, stage: str) -> dg.AssetChecksDefinition:
     )
     def up_to_date(home: PipelineHome) -> dg.AssetCheckResult:
         result = freshness(StageContext(spec, home=home.path())).get(stage)
+        warn = dg.AssetCheckSeverity.WARN
         if result is None:
-            return dg.AssetCheckResult(
-                passed=False, severity=dg.AssetCheckSeverity.WARN, description="not materialised"
-            )
-        severity = dg.AssetCheckSeverity.WARN
+            return dg.AssetCheckResult(passed=False, severity=warn, description="not materialised")
         return dg.AssetCheckResult(
-            passed=result.passed, severity=severity, metadata=result.metadata, description=result.why or None
+            passed=result.passed, severity=warn, metadata=result.metadata, description=result.why or None
         )
 
     return up_to_date

@@ -11,7 +11,7 @@ import dagster as dg
 from dagster import DagsterRunStatus, RunsFilter
 
 from eagle3_pipeline.assets.jobs import UPDATE, job_name
-from eagle3_pipeline.assets.runs import PARTITION_TAG, UNFINISHED, run_tags
+from eagle3_pipeline.assets.runs import PARTITION_TAG, UNFINISHED, failure_reason, first_step_failure, run_tags
 from eagle3_pipeline.assets.work import Work
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.errors import Eagle3Error
@@ -73,7 +73,8 @@ class ThroughDaemon:
             run, status = next(iter(failed.items()))
             raise Eagle3Error(
                 f"{spec.name}: {len(failed)} of {len(queued)} runs did not succeed; first: run {run} "
-                f"({queued[run].text}), {status.value}: {self._reason(run)}"
+                f"({queued[run].text}), {status.value}: "
+                + (failure_reason(first_step_failure(self.instance, run)) or "see its log in the Dagster UI")
             )
 
     def _queue(self, spec: PipelineSpec, work: list[Work]) -> list[str]:
@@ -124,14 +125,6 @@ class ThroughDaemon:
                     )
                 self._log(_progress(spec, found, len(open_runs), time.monotonic() - started))
             time.sleep(_POLL_S)
-
-    def _reason(self, run: str) -> str:
-        records = self.instance.get_records_for_run(run, of_type=dg.DagsterEventType.STEP_FAILURE, limit=1).records
-        event = records[0].event_log_entry.dagster_event if records else None
-        data = event.step_failure_data if event else None
-        if data and data.user_failure_data and data.user_failure_data.description:
-            return data.user_failure_data.description
-        return data.error.message.strip() if data and data.error else "see its log in the Dagster UI"
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import dagster as dg
 
-from eagle3_pipeline.assets.runs import PARTITION_TAG
+from eagle3_pipeline.assets.runs import PARTITION_TAG, failure_reason
 from eagle3_pipeline.config import PipelineSpec
 
 
@@ -37,9 +37,6 @@ def failure_line(context: dg.RunFailureSensorContext, pipelines: Collection[str]
 
 def _reason(context: dg.RunFailureSensorContext) -> str:
     for event in context.get_step_failure_events():
-        data = event.step_failure_data
-        if data.user_failure_data and data.user_failure_data.description:
-            return data.user_failure_data.description.splitlines()[0]
-        if data.error:
-            return data.error.message.strip().splitlines()[0]
+        if reason := failure_reason(event.step_failure_data):
+            return reason.splitlines()[0]
     return (context.failure_event.message or "no reason is known").splitlines()[0]

@@ -13,7 +13,7 @@ from eagle3_pipeline.assets.common import asset_key
 from eagle3_pipeline.assets.daemon import ThroughDaemon, daemon_runs
 from eagle3_pipeline.assets.jobs import UPDATE, job_name
 from eagle3_pipeline.assets.partitions import publish_chunks
-from eagle3_pipeline.assets.runs import run_tags
+from eagle3_pipeline.assets.runs import run_tags, was_interrupted
 from eagle3_pipeline.assets.work import Work, next_work, passes
 from eagle3_pipeline.config import PipelineSpec, enabled_pipelines, project_home
 from eagle3_pipeline.errors import Eagle3Error
@@ -190,7 +190,7 @@ def _failure(result: dg.ExecuteInProcessResult) -> tuple[str, bool]:
     if data.user_failure_data and data.user_failure_data.description:
         return data.user_failure_data.description, False
     error = data.error
-    if error is None or error.cls_name == "DagsterExecutionInterruptedError":
+    if error is None or was_interrupted(data):
         return "it was interrupted; run it again, and it continues", True
     while error.cause:
         error = error.cause

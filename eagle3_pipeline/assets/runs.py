@@ -4,6 +4,7 @@ from collections import Counter
 
 import dagster as dg
 from dagster import DagsterRun, DagsterRunStatus, RunsFilter
+from dagster._core.execution.plan.objects import StepFailureData
 
 from eagle3_pipeline.assets.common import EDITED, PIPELINE_TAG, SPEC_TAG
 from eagle3_pipeline.assets.work import Work
@@ -59,13 +60,30 @@ def failed_attempts(instance: dg.DagsterInstance, spec: PipelineSpec) -> Counter
     return Counter(run.tags[WORK_TAG] for run in runs if not _is_excused(instance, run.run_id))
 
 
-def _is_excused(instance: dg.DagsterInstance, run_id: str) -> bool:
+def first_step_failure(instance: dg.DagsterInstance, run_id: str) -> StepFailureData | None:
+    """Of a run; `None` if no step of it failed."""
     records = instance.get_records_for_run(run_id, of_type=dg.DagsterEventType.STEP_FAILURE, limit=1).records
     event = records[0].event_log_entry.dagster_event if records else None
-    if event is None or not event.is_step_failure:
+    return event.step_failure_data if event else None
+
+
+def was_interrupted(data: StepFailureData) -> bool:
+    """Whether somebody ended the step."""
+    return data.error is not None and data.error.cls_name == "DagsterExecutionInterruptedError"
+
+
+def failure_reason(data: StepFailureData | None) -> str:
+    """Our own message where there is one, else the exception's; empty if neither is known."""
+    if data and data.user_failure_data and data.user_failure_data.description:
+        return data.user_failure_data.description
+    return data.error.message.strip() if data and data.error else ""
+
+
+def _is_excused(instance: dg.DagsterInstance, run_id: str) -> bool:
+    data = first_step_failure(instance, run_id)
+    if data is None:
         return False
-    data = event.step_failure_data
-    if data.error and data.error.cls_name == "DagsterExecutionInterruptedError":
+    if was_interrupted(data):
         return True
     metadata = data.user_failure_data.metadata if data.user_failure_data else {}
     return "error" in metadata and metadata["error"].value == EDITED

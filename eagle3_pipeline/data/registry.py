@@ -101,6 +101,14 @@ class ChunkRegistry:
         """
         return self._parse(self._path.read_bytes().splitlines()) if self._path.exists() else []
 
+    def chunks_with_work(self) -> list[Chunk]:
+        """Chunks that hold rows which no earlier chunk holds.
+
+        Raises:
+            StoreError: the registry is damaged.
+        """
+        return [chunk for chunk in self.chunks() if chunk.has_work]
+
     def chunk(self, key: str) -> Chunk:
         """The chunk of this key.
 

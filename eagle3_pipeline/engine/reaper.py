@@ -19,12 +19,11 @@ def start_reaper(record: dict[str, Any]) -> None:
     Args:
         record: the session, as `EngineState.session` describes it.
     """
-    reading, writing = os.pipe()
+    # The writing end is never closed, and no child inherits it: it ends with this process.
+    reading, _ = os.pipe()
     command = [sys.executable, "-m", "eagle3_pipeline.engine.reaper", json.dumps(record)]
     subprocess.Popen(command, stdin=reading, stdout=subprocess.DEVNULL, start_new_session=True)
     os.close(reading)
-    # Neither closed nor inherited: it ends with this process.
-    os.set_inheritable(writing, False)
 
 
 def main(record: str) -> None:

@@ -5,7 +5,7 @@ A pure function of pipeline files, registry and store.
 
 from eagle3_pipeline.planning.new_data import new_data_fraction
 from eagle3_pipeline.planning.plan import MAX_ATTEMPTS, Estimate, Plan, PlanRow, Status
-from eagle3_pipeline.planning.planner import plan, plan_chunk
+from eagle3_pipeline.planning.planner import plan
 from eagle3_pipeline.planning.retained import retained
 
 __all__ = [
@@ -16,6 +16,5 @@ __all__ = [
     "Status",
     "new_data_fraction",
     "plan",
-    "plan_chunk",
     "retained",
 ]

@@ -3,7 +3,7 @@
 from eagle3_pipeline.planning.plan import Plan, Status
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.context import StageContext
-from eagle3_pipeline.store.manifest import Manifest, read_manifest
+from eagle3_pipeline.store.manifest import Manifest
 
 _TAIL = (ids.VOCAB_MAP, ids.BASELINE, ids.DRAFT_CHECKPOINT, ids.DRAFT_EVALUATION)
 
@@ -13,14 +13,14 @@ def new_data_fraction(context: StageContext, plan: Plan) -> float | None:
 
     `None` if data is not all that makes the draft stale: there is none yet, settings changed, or a stage is missing.
     """
-    manifests = {stage: _manifest(context, stage) for stage in _TAIL}
-    for stage, manifest in manifests.items():
+    manifests: dict[str, Manifest] = {}
+    for stage in _TAIL:
+        manifest = context.last_manifest(stage)
         if manifest is None or manifest.spec != ids.semantic_part(context.spec, stage):
             return None
-    checkpoint = manifests[ids.DRAFT_CHECKPOINT]
-    assert checkpoint is not None
-    trained = checkpoint.inputs["synthetic_generations"]
-    chunks = [chunk for chunk in context.registry.chunks() if chunk.has_work]
+        manifests[stage] = manifest
+    trained = manifests[ids.DRAFT_CHECKPOINT].inputs["synthetic_generations"]
+    chunks = context.registry.chunks_with_work()
     if set(trained) - {chunk.key for chunk in chunks}:
         return None
     stale = {row.chunk for row in plan.rows if row.status is not Status.FRESH}
@@ -30,8 +30,3 @@ def new_data_fraction(context: StageContext, plan: Plan) -> float | None:
         content = reference.content_id if reference and chunk.key not in stale else None
         new += chunk.num_rows if content is None or trained.get(chunk.key) != content else 0
     return new / sum(chunk.num_rows for chunk in chunks) if new else None
-
-
-def _manifest(context: StageContext, stage: str) -> Manifest | None:
-    reference = context.references.get(stage, None)
-    return read_manifest(context.store.object_folder(stage, reference.fingerprint)) if reference else None

@@ -38,7 +38,7 @@ class _Planner:
     def plan(self) -> Plan:
         context, spec = self._context, self._context.spec
         self._check(ids.verifier_identity(spec, context.verifier), None)
-        chunks = [chunk for chunk in context.registry.chunks() if chunk.has_work]
+        chunks = context.registry.chunks_with_work()
         generations: dict[str, _Made] = {}
         states: dict[str, str] = {}
         for chunk in chunks:
@@ -48,14 +48,6 @@ class _Planner:
         self._tail(len(chunks), generations, states, baseline)
         if len(states) < len(chunks) and enough_fresh(spec, len(states), len(chunks)):
             self._left_out = tuple(chunk.key for chunk in chunks if chunk.key not in states)
-        return self._finished(chunks)
-
-    def plan_chunk(self, key: str) -> Plan:
-        chunk = self._context.registry.chunk(key)
-        self._chunk(chunk, {}, {})
-        return self._finished([chunk])
-
-    def _finished(self, chunks: list[Chunk]) -> Plan:
         rows = sorted(self._rows, key=lambda row: (_ORDER[row.stage], row.chunk))
         estimates = self._costs.estimates((row for row in rows if row.status is not Status.FRESH), chunks)
         return Plan(self._context.spec.name, rows, self._work_ids, estimates, self._left_out)
@@ -164,12 +156,3 @@ def plan(context: StageContext) -> Plan:
         ConfigError: the verifier or the evaluation prompts cannot be read.
     """
     return _Planner(context).plan()
-
-
-def plan_chunk(context: StageContext, key: str) -> Plan:
-    """The lines of one chunk; its cost does not grow with the number of chunks' artifacts.
-
-    Raises:
-        ConfigError: the verifier cannot be read.
-    """
-    return _Planner(context).plan_chunk(key)

@@ -14,7 +14,7 @@ from eagle3_pipeline.engine.manager import EngineManager
 from eagle3_pipeline.engine.spec import EngineSpec, default_backend
 from eagle3_pipeline.errors import CorruptArtifactError, StaleInputError
 from eagle3_pipeline.store.atomic import require_space
-from eagle3_pipeline.store.manifest import Manifest
+from eagle3_pipeline.store.manifest import Manifest, read_manifest
 from eagle3_pipeline.store.objects import Artifact, ArtifactWriter, Store
 from eagle3_pipeline.store.references import References
 
@@ -130,6 +130,11 @@ class StageContext:
         row_bytes = self.verifier.geometry(self.spec.capture).row_bytes
         require_space(folder, num_tokens * row_bytes, f"hidden states of {num_tokens:,} tokens at {row_bytes:,} bytes")
 
+    def last_manifest(self, stage: str, chunk: str | None = None) -> Manifest | None:
+        """Manifest of what this pipeline last materialised for (stage, chunk), its files unchecked."""
+        reference = self.references.get(stage, chunk)
+        return read_manifest(self.store.object_folder(stage, reference.fingerprint)) if reference else None
+
     def upstream(self, stage: str, chunk: str | None = None) -> Artifact:
         """The artifact that this pipeline last materialised for (stage, chunk).
 
@@ -149,7 +154,7 @@ class StageContext:
         Raises:
             StaleInputError: there is none.
         """
-        keys = [chunk.key for chunk in self.registry.chunks() if chunk.has_work]
+        keys = [chunk.key for chunk in self.registry.chunks_with_work()]
         if not keys:
             raise StaleInputError(f"{self.spec.name} has no chunks; run eagle3 sync-chunks {self.spec.name}")
         return keys

@@ -30,8 +30,7 @@ def current_generations(context: StageContext) -> dict[str, Artifact]:
     Raises:
         StaleInputError: too many chunks lack them, or there is no chunk.
     """
-    context.all_chunks()
-    chunks = [chunk for chunk in context.registry.chunks() if chunk.has_work]
+    chunks = context.registry.chunks_with_work()
     found = {chunk.key: artifact for chunk in chunks if (artifact := _generations(context, chunk))}
     _require(context, ids.SYNTHETIC_GENERATIONS, found)
     return found

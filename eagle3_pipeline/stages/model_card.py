@@ -15,7 +15,7 @@ from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.stages.draft_checkpoint import CURVES
 from eagle3_pipeline.stages.draft_evaluation import EVALUATION
 from eagle3_pipeline.store import atomic
-from eagle3_pipeline.store.manifest import MANIFEST_NAME, Manifest, read_manifest
+from eagle3_pipeline.store.manifest import MANIFEST_NAME, Manifest
 from eagle3_pipeline.store.objects import Artifact
 
 CARD = "README.md"
@@ -55,9 +55,7 @@ def _chunk_manifests(context: StageContext, stage: str, checkpoint: Manifest) ->
     trained = checkpoint.inputs["synthetic_generations"]
     found = {}
     for chunk in trained:
-        reference = context.references.get(stage, chunk)
-        manifest = read_manifest(context.store.object_folder(stage, reference.fingerprint)) if reference else None
-        if manifest:
+        if manifest := context.last_manifest(stage, chunk):
             found[chunk] = manifest
     return found
 
@@ -102,8 +100,7 @@ def _facts(
 
 
 def _vocabulary(context: StageContext, checkpoint: Manifest) -> Manifest | None:
-    reference = context.references.get(ids.VOCAB_MAP, None)
-    manifest = read_manifest(context.store.object_folder(ids.VOCAB_MAP, reference.fingerprint)) if reference else None
+    manifest = context.last_manifest(ids.VOCAB_MAP)
     return manifest if manifest and manifest.content_id == checkpoint.inputs["vocab_map"] else None
 
 

@@ -52,9 +52,8 @@ def publish_draft(context: StageContext) -> Publication:
         champion = read_champion(folder)
         promoted, reason = decide(champion, challenger, context.spec.publish)
         context.log(f"{context.spec.name}: {reason}")
-        if promoted:
+        if promoted or champion is None:
             return _crown(context, Champion(challenger, utc_now(), reason, challenger.evaluation_content))
-        assert champion is not None
         champion = replace(champion, reason=reason, considered=challenger.evaluation_content)
         write_champion(folder, champion, promoted=False)
         if damage := published_damage(context, champion):
