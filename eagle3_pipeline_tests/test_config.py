@@ -187,7 +187,7 @@ def test_a_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_home_is_beside_the_checkout_unless_the_environment_says_otherwise(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert project_home() == Path(config.__file__).parents[1] / ".eagle3"
+    assert project_home() == Path(config.__file__).parents[2] / ".eagle3"
     monkeypatch.setenv("EAGLE3_HOME", str(tmp_path / "h"))
     assert project_home() == tmp_path / "h"
     monkeypatch.setenv("EAGLE3_HOME", "~/h")

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
-from eagle3_pipeline.config import NoiseSpec, PipelineSpec, Section
+from eagle3_pipeline.config import ColumnsSpec, FiltersSpec, NoiseSpec, PipelineSpec, Section
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline_tests.test_config import MINIMAL, SECTIONS, edit, make_spec
 
 
 def _sections() -> list[tuple[str, type[Section]]]:
-    return [*SECTIONS.items(), ("training.noise", NoiseSpec)]
+    nested = [("training.noise", NoiseSpec), ("dataset.columns", ColumnsSpec), ("dataset.filters", FiltersSpec)]
+    return [*SECTIONS.items(), *nested]
 
 
 def test_every_key_is_described() -> None:
@@ -29,6 +30,7 @@ EXECUTION = {
     "training": {"device", "num_processes", "num_workers", "num_threads", "attention", "log_every_s"},
     "resources": set(SECTIONS["resources"].model_fields),
     "schedule": set(SECTIONS["schedule"].model_fields),
+    "assumptions": set(SECTIONS["assumptions"].model_fields),
 }
 LOCATORS = {
     "verifier": {"model", "revision"},
@@ -55,6 +57,10 @@ STALE: list[tuple[str, str, Any, set[str]]] = [
     ("verifier", "stop_tokens", ["<e>"], {SG, BASELINE}),
     ("dataset", "format", "messages", {ids.DATASET}),
     ("dataset", "max_row_bytes", 999, {ids.DATASET}),
+    ("dataset", "columns", {"prompt": "question"}, {ids.DATASET}),
+    ("dataset", "tool_turns", "text", {ids.DATASET}),
+    ("dataset", "filters", {"languages": ["en"]}, {ids.DATASET}),
+    ("dataset", "decontaminate", False, {ids.DATASET}),
     ("generation", "mode", "passthrough", {SG}),
     ("generation", "temperature", 0.7, {SG}),
     ("generation", "top_p", 0.9, {SG}),
@@ -142,6 +148,13 @@ IRRELEVANT: list[tuple[str, str, Any]] = [
     ("schedule", "timezone", "Europe/Berlin"),
     ("schedule", "min_new_fraction", 0.1),
     ("schedule", "min_fresh_fraction", 0.5),
+    ("assumptions", "hidden_size", 99),
+    ("assumptions", "prompt_tokens_per_sample", 99),
+    ("assumptions", "samples", [99]),
+    ("assumptions", "load_s", 9.0),
+    ("assumptions", "generation_tokens_per_s", 9.0),
+    ("assumptions", "capture_tokens_per_s", 9.0),
+    ("assumptions", "training_tokens_per_s", 9.0),
 ]
 
 

@@ -1,10 +1,13 @@
 """Normalises rows to conversations, or says why not."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
+from eagle3_pipeline.config import DatasetSpec
+from eagle3_pipeline.data.filters import check_length, check_row
+from eagle3_pipeline.data.rejection import Rejection
+from eagle3_pipeline.data.row_formats import read_turns
 from eagle3_pipeline.store.fingerprint import digest
 
 _ROLES = {
@@ -15,6 +18,7 @@ _ROLES = {
     "model": "assistant",
     "assistant": "assistant",
     "system": "system",
+    "developer": "system",
 }
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 CONVERSATION_SCHEMA = pa.schema(
@@ -25,56 +29,26 @@ REJECTED_SCHEMA = pa.schema(
 )
 CONTENT_COLUMNS = ("conversation_id", "messages")
 
-
-@dataclass(frozen=True)
-class Rejection:
-    """Why a row is not used."""
-
-    reason: str
-    detail: str
-
-
 Message = dict[str, str]
 
 
-def normalise(row: dict[str, Any], row_format: str) -> list[Message] | Rejection:
+def normalise(row: dict[str, Any], spec: DatasetSpec) -> list[Message] | Rejection:
     """Turns a row into `[{role, content}]` with roles system (first only), user, assistant in alternation.
 
     Args:
         row: the decoded row.
-        row_format: auto, sharegpt (`conversations` of from/value), messages (`messages` of role/content), prompt.
+        spec: its format, columns and filters. The filter on the detected language is not applied here.
     """
-    turns = _turns(row, row_format)
+    turns = check_row(row, spec) or read_turns(row, spec)
     if isinstance(turns, Rejection):
         return turns
     messages: list[Message] = []
-    for position, (role, content) in enumerate(turns):
-        problem = _check_turn(position, role, content)
+    for position, turn in enumerate(turns):
+        problem = _check_turn(position, turn.role, turn.content)
         if problem:
             return problem
-        messages.append({"role": _ROLES[role.strip().lower()], "content": content})
-    return _check_order(messages) or messages
-
-
-def _turns(row: dict[str, Any], row_format: str) -> list[tuple[Any, Any]] | Rejection:
-    for name, column, role, content in (
-        ("sharegpt", "conversations", "from", "value"),
-        ("messages", "messages", "role", "content"),
-        ("messages", "conversations", "role", "content"),
-    ):
-        if row_format not in ("auto", name) or column not in row:
-            continue
-        turns = row[column]
-        if not isinstance(turns, list):
-            return Rejection("wrong_shape", f"{column} is {type(turns).__name__}, expected a list of turns")
-        if not turns:
-            return Rejection("empty", f"{column} has no turns")
-        if all(isinstance(t, dict) and role in t and content in t for t in turns):
-            return [(t[role], t[content]) for t in turns]
-    if row_format in ("auto", "prompt") and "prompt" in row:
-        system = [("system", row["system"])] if row.get("system") else []
-        return [*system, ("user", row["prompt"])]
-    return Rejection("wrong_shape", f"no {row_format} row; its columns: {', '.join(map(ascii, row))[:200]}")
+        messages.append({"role": _ROLES[turn.role.strip().lower()], "content": turn.content})
+    return _check_order(messages) or check_length(messages, spec.filters) or messages
 
 
 def _check_turn(position: int, role: Any, content: Any) -> Rejection | None:

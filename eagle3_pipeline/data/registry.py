@@ -8,10 +8,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice, pairwise, repeat
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from eagle3_pipeline.config import DatasetSpec, PipelineSpec
 from eagle3_pipeline.data.conversations import conversation_id, normalise
-from eagle3_pipeline.data.seen_sources import SeenSources
+from eagle3_pipeline.data.seen_sources import ID_BYTES, UNUSABLE, SeenSources
 from eagle3_pipeline.data.sources import RawRow, read_rows
 from eagle3_pipeline.errors import DataError, StoreError
 from eagle3_pipeline.store import atomic
@@ -163,6 +166,15 @@ class ChunkRegistry:
         return new
 
 
+class _Row(NamedTuple):
+    """What the registry keeps of a row: its place, its digest, the identity of its conversation."""
+
+    number: int
+    byte_start: int
+    digest: bytes
+    conversation: bytes
+
+
 def _scan(spec: DatasetSpec, old: list[Chunk], seen: SeenSources, deadline: float) -> list[Chunk]:
     """The registry after a look at the source: known chunks in their places, new ones behind them."""
     files = list(seen.stamps)
@@ -175,7 +187,7 @@ def _scan(spec: DatasetSpec, old: list[Chunk], seen: SeenSources, deadline: floa
     ordered = list(dict.fromkeys([*registered, *files]))
     budget = _Budget(spec.max_samples, {file: sum(c.num_rows for c in known[file]) for file in ordered})
     by_key: dict[str, Chunk] = {}
-    conversations: dict[str, list[bytes | None]] = {}
+    conversations: dict[str, bytes] = {}
     next_key = len(old)
     some_read = False
     for file in ordered:
@@ -187,17 +199,15 @@ def _scan(spec: DatasetSpec, old: list[Chunk], seen: SeenSources, deadline: floa
                 conversations |= cached
                 continue
         some_read = True
-        rows = islice(read_rows(spec, file), budget.open(file))
+        # What is read is let go of at once: a chunk of long rows need not fit into memory here.
+        rows = (_scan_row(row, spec) for row in islice(read_rows(spec, file), budget.open(file)))
         for previous, block in _cut(rows, known[file], spec.samples_per_chunk):
             key = previous.key if previous else f"{next_key:06d}"
             next_key += previous is None
             by_key[key] = _describe(key, file, block)
-            conversations[key] = [_conversation(row, spec.format) for row in block]
+            conversations[key] = b"".join(row.conversation for row in block)
             budget.spend(len(block))
-    # In the order of keys, so that "the first occurrence of a conversation wins" never takes one from an old chunk.
-    before: set[bytes] = set()
-    for key in sorted(by_key):
-        by_key[key] = _mark_duplicates(by_key[key], conversations[key], before)
+    by_key = _mark_duplicates(by_key, conversations)
     seen.keep(conversations, {key: chunk.file for key, chunk in by_key.items()})
     gone = [replace(c, num_rows=0, content_hash="", duplicate_rows=()) for c in old if c.key not in by_key]
     return sorted([*by_key.values(), *gone], key=lambda c: c.key)
@@ -222,7 +232,7 @@ class _Budget:
             self._left -= num_rows
 
 
-def _cut(rows: Iterator[RawRow], known: list[Chunk], size: int) -> Iterator[tuple[Chunk | None, list[RawRow]]]:
+def _cut(rows: Iterator[_Row], known: list[Chunk], size: int) -> Iterator[tuple[Chunk | None, list[_Row]]]:
     """Cuts a file's rows into its known chunks (by their starts) and then into new ones of `size` rows."""
     known = sorted(known, key=lambda c: c.row_start)
     limits = [after.row_start - before.row_start for before, after in pairwise(known)]
@@ -236,26 +246,39 @@ def _cut(rows: Iterator[RawRow], known: list[Chunk], size: int) -> Iterator[tupl
         yield previous, block
 
 
-def _describe(key: str, file: str, rows: list[RawRow]) -> Chunk:
+def _describe(key: str, file: str, rows: list[_Row]) -> Chunk:
     first = rows[0]
     return Chunk(key, file, first.number, len(rows), first.byte_start, _content_hash([row.digest for row in rows]))
 
 
-def _conversation(row: RawRow, row_format: str) -> bytes | None:
-    """Identity of a usable row's conversation: ids and other columns do not make it another one."""
-    messages = None if row.value is None else normalise(row.value, row_format)
-    return bytes.fromhex(conversation_id(messages)) if isinstance(messages, list) else None
+def _scan_row(row: RawRow, spec: DatasetSpec) -> _Row:
+    """What the registry keeps of a row. Ids and other columns do not make a conversation another one."""
+    messages = None if row.value is None else normalise(row.value, spec)
+    conversation = bytes.fromhex(conversation_id(messages)) if isinstance(messages, list) else UNUSABLE
+    return _Row(row.number, row.byte_start, row.digest, conversation)
 
 
-def _mark_duplicates(chunk: Chunk, conversations: list[bytes | None], seen: set[bytes]) -> Chunk:
-    duplicates = []
-    for number, conversation in enumerate(conversations, chunk.row_start):
-        if conversation is None:
-            continue
-        if conversation in seen:
-            duplicates.append(number)
-        seen.add(conversation)
-    return replace(chunk, duplicate_rows=tuple(duplicates))
+def _mark_duplicates(chunks: dict[str, Chunk], conversations: dict[str, bytes]) -> dict[str, Chunk]:
+    """Marks the rows whose conversation an earlier row has.
+
+    In the order of keys, so that "the first occurrence wins" never takes a conversation from an old chunk.
+    """
+    keys = sorted(chunks)
+    # int64 [N, 2]: an identity is 16 bytes.
+    identities = np.frombuffer(b"".join(conversations[key] for key in keys), dtype="<i8").reshape(-1, 2)
+    order = np.lexsort((identities[:, 1], identities[:, 0]))  # stable: equal ones stay in the order of rows
+    ranked = identities[order]
+    is_duplicate = np.zeros(len(order), dtype=bool)
+    is_duplicate[order[1:]] = (ranked[1:] == ranked[:-1]).all(axis=1) & ranked[1:].any(axis=1)
+    found: dict[str, Chunk] = {}
+    start = 0
+    for key in keys:
+        chunk = chunks[key]
+        end = start + len(conversations[key]) // ID_BYTES
+        rows = np.flatnonzero(is_duplicate[start:end]) + chunk.row_start
+        found[key] = replace(chunk, duplicate_rows=tuple(rows.tolist()))
+        start = end
+    return found
 
 
 def _content_hash(digests: list[bytes]) -> str:

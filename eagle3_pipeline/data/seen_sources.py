@@ -19,14 +19,16 @@ from eagle3_pipeline.store.fingerprint import digest
 if TYPE_CHECKING:
     from eagle3_pipeline.data.registry import Chunk
 
-_ID_BYTES = 16
-_UNUSABLE = bytes(_ID_BYTES)
+# Identity of a conversation; all zero: the row gives none.
+ID_BYTES = 16
+UNUSABLE = bytes(ID_BYTES)
 # A file written twice within the clock tick of its volume has one time of change; one that is this old has not.
 _SETTLED_S = 2.0
 _READER = b"reader"
 _SCHEMA = pa.schema([("file", pa.string()), ("stamp", pa.string()), ("key", pa.string()), ("ids", pa.binary())])
 
-Conversations = dict[str, list[bytes | None]]
+# Identities of each chunk's rows, one after the other, by key.
+Conversations = dict[str, bytes]
 
 
 class SeenSources:
@@ -54,7 +56,7 @@ class SeenSources:
         Raises:
             DataError: the source cannot be found.
         """
-        seen = cls(path, digest(spec.model_dump(mode="json", exclude={"min_yield"})), _stamps(spec))
+        seen = cls(path, digest(spec.model_dump(mode="json", exclude={"min_yield", "decontaminate"})), _stamps(spec))
         try:
             table = pq.read_table(path)
         except (OSError, pa.ArrowException):
@@ -64,7 +66,7 @@ class SeenSources:
                 seen._before[row["file"]] = row["stamp"]
                 if row["key"]:
                     seen._keys_before.setdefault(row["file"], []).append(row["key"])
-                    seen._conversations[row["key"]] = _split(row["ids"])
+                    seen._conversations[row["key"]] = row["ids"]
         return seen
 
     def nothing_changed(self, chunks: list["Chunk"]) -> bool:
@@ -104,9 +106,8 @@ class SeenSources:
         """Leaves it to the next sync."""
         rows = [{"file": file, "stamp": stamp, "key": "", "ids": b""} for file, stamp in self.stamps.items()]
         for key, ids in self._conversations.items():
-            joined = b"".join(_UNUSABLE if one is None else one for one in ids)
             file = self._files[key]
-            rows.append({"file": file, "stamp": self.stamps[file], "key": key, "ids": joined})
+            rows.append({"file": file, "stamp": self.stamps[file], "key": key, "ids": ids})
         table = pa.Table.from_pylist(rows, _SCHEMA.with_metadata({_READER: self._reader.encode()}))
         buffer = io.BytesIO()
         pq.write_table(table, buffer)
@@ -123,8 +124,3 @@ def _stamps(spec: DatasetSpec) -> dict[str, str]:
 
 def _stamp(found: os.stat_result, settled: float) -> str:
     return json.dumps([found.st_size, found.st_mtime_ns, found.st_ino]) if found.st_mtime < settled else ""
-
-
-def _split(ids: bytes) -> list[bytes | None]:
-    parts = [ids[i : i + _ID_BYTES] for i in range(0, len(ids), _ID_BYTES)]
-    return [None if part == _UNUSABLE else part for part in parts]

@@ -8,7 +8,8 @@ import pyarrow as pa
 
 from eagle3_pipeline.config import GenerationSpec
 from eagle3_pipeline.data.chat_template import ChatTemplate
-from eagle3_pipeline.data.conversations import Message, Rejection
+from eagle3_pipeline.data.conversations import Message
+from eagle3_pipeline.data.rejection import Rejection
 from eagle3_pipeline.store.fingerprint import digest
 
 SEQUENCE_SCHEMA = pa.schema(

@@ -53,7 +53,10 @@ def source_files(spec: DatasetSpec) -> list[Path]:
         raise DataError(f"dataset.path {pattern} matches no file")
     for path in files:
         if path.suffix not in (".jsonl", ".parquet"):
-            raise DataError(f"dataset.path matches {path}; only .jsonl and .parquet files are read")
+            raise DataError(
+                f"dataset.path matches {path}; only .jsonl and .parquet files are read. For .json, .csv and others "
+                "give dataset.source: huggingface, and their folder as dataset.path"
+            )
     return files
 
 
@@ -119,26 +122,67 @@ def _decode(line: bytes) -> tuple[dict[str, Any] | None, str]:
     if not line.strip():
         return None, "empty"
     try:
-        value = json.loads(line)
+        # As text: from bytes, UTF-16 would be guessed for some of a UTF-16 file's lines.
+        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique)
+    except _DuplicateKeyError:
+        return None, "duplicate_key"
     except (ValueError, RecursionError):
         return None, "bad_json"
     return (value, "") if isinstance(value, dict) else (None, "not_an_object")
 
 
+class _DuplicateKeyError(ValueError):
+    """An object names a key twice: which of the values is meant cannot be known."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise _DuplicateKeyError
+    return value
+
+
 def _parquet_rows(path: Path, start: int, count: int | None) -> Iterator[RawRow]:
-    file = pq.ParquetFile(path)
+    try:
+        file = pq.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        # One file that is no Parquet must not hide the others: it is a row that is rejected.
+        if start == 0 and count != 0:
+            yield _unreadable(0, "unreadable_file", f"{path.stat().st_size} bytes: {error}")
+        return
     number = 0
     end = file.metadata.num_rows if count is None else min(start + count, file.metadata.num_rows)
     for group in range(file.metadata.num_row_groups):
         size = file.metadata.row_group(group).num_rows
         if number + size > start and number < end:
             position = number
-            for batch in file.iter_batches(batch_size=1024, row_groups=[group]):
-                for value in batch.to_pylist():
-                    if start <= position < end:
-                        yield _table_row(position, value)
-                    position += 1
+            try:
+                for batch in file.iter_batches(batch_size=1024, row_groups=[group]):
+                    for value in _batch_values(batch):
+                        if start <= position < end:
+                            yield _table_row(position, value)
+                        position += 1
+            except (pa.ArrowException, OSError) as error:
+                for broken in range(max(start, position), min(end, number + size)):
+                    yield _unreadable(broken, "unreadable_row", f"row group {group}: {error}")
         number += size
+
+
+def _batch_values(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
+    """Rows of a batch; a row with text that is not UTF-8 is an error of its own."""
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for i in range(batch.num_rows):
+            try:
+                yield batch.slice(i, 1).to_pylist()[0]
+            except UnicodeDecodeError as error:
+                yield error
+
+
+def _unreadable(number: int, reason: str, detail: str) -> RawRow:
+    digest = hashlib.blake2b(detail.encode("utf-8", "replace"), digest_size=16).digest()
+    return RawRow(number, 0, None, reason, detail[:_RAW_LIMIT], digest)
 
 
 def _huggingface_rows(spec: DatasetSpec, start: int, count: int | None) -> Iterator[RawRow]:
@@ -166,7 +210,9 @@ def open_huggingface(spec: DatasetSpec) -> Any:
         raise DataError(f"cannot load the Hugging Face data set {path!r} (split {spec.split!r}): {error}") from error
 
 
-def _table_row(number: int, value: dict[str, Any]) -> RawRow:
+def _table_row(number: int, value: dict[str, Any] | UnicodeDecodeError) -> RawRow:
+    if isinstance(value, UnicodeDecodeError):
+        return _unreadable(number, "invalid_text", f"{value}: {value.object[:_RAW_LIMIT]!r}")
     raw = canonical_json(_plain(value))
     digest = hashlib.blake2b(raw, digest_size=16).digest()
     return RawRow(number, 0, value, "", raw[:_RAW_LIMIT].decode("utf-8", "replace"), digest)

@@ -20,7 +20,8 @@ def new_data_fraction(context: StageContext, plan: Plan) -> float | None:
             return None
         manifests[stage] = manifest
     trained = manifests[ids.DRAFT_CHECKPOINT].inputs["synthetic_generations"]
-    chunks = context.registry.chunks_with_work()
+    planned = {row.chunk for row in plan.rows if row.stage == ids.SYNTHETIC_GENERATIONS}
+    chunks = [chunk for chunk in context.registry.chunks_with_work() if chunk.key in planned]
     if set(trained) - {chunk.key for chunk in chunks}:
         return None
     stale = {row.chunk for row in plan.rows if row.status is not Status.FRESH}

@@ -12,6 +12,7 @@ from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.champion import read_champion
 from eagle3_pipeline.stages.context import Identity, StageContext
 from eagle3_pipeline.stages.current import enough_fresh
+from eagle3_pipeline.stages.dataset import is_empty
 from eagle3_pipeline.stages.published_draft import published_damage
 from eagle3_pipeline.store.fingerprint import digest
 from eagle3_pipeline.store.manifest import read_manifest
@@ -38,11 +39,9 @@ class _Planner:
     def plan(self) -> Plan:
         context, spec = self._context, self._context.spec
         self._check(ids.verifier_identity(spec, context.verifier), None)
-        chunks = context.registry.chunks_with_work()
         generations: dict[str, _Made] = {}
         states: dict[str, str] = {}
-        for chunk in chunks:
-            self._chunk(chunk, generations, states)
+        chunks = [c for c in context.registry.chunks_with_work() if self._chunk(c, generations, states)]
         prompts = read_prompt_bytes(spec.evaluation.prompts)
         baseline = self._check(ids.baseline_identity(spec, context.verifier, prompts), None)
         self._tail(len(chunks), generations, states, baseline)
@@ -52,24 +51,31 @@ class _Planner:
         estimates = self._costs.estimates((row for row in rows if row.status is not Status.FRESH), chunks)
         return Plan(self._context.spec.name, rows, self._work_ids, estimates, self._left_out)
 
-    def _chunk(self, chunk: Chunk, generations: dict[str, _Made], states: dict[str, str]) -> None:
-        """Plans a chunk; adds content ids of its generations and states where they are fresh."""
+    def _chunk(self, chunk: Chunk, generations: dict[str, _Made], states: dict[str, str]) -> bool:
+        """Plans a chunk; adds content ids of its generations and states where they are fresh.
+
+        Returns:
+            Whether there is anything to train on, as far as is known.
+        """
         spec, verifier, key = self._context.spec, self._context.verifier, chunk.key
         self._work_ids[key] = self._work_id(ids.CHUNK_STAGES, chunk.content_id)
-        dataset = self._check(ids.dataset_identity(spec, chunk), chunk)
+        dataset = self._check(ids.dataset_identity(spec, chunk, self._context.decontamination.content_id), chunk)
         made = None
+        if dataset is not None and is_empty(dataset.manifest):
+            return False
         if dataset is None:
             self._pending(ids.SYNTHETIC_GENERATIONS, key, f"waits for {ids.DATASET}")
         else:
             made = self._check(ids.generations_identity(spec, verifier, dataset.manifest.content_id), chunk)
         if made is None:
             self._pending(ids.HIDDEN_STATES, key, f"waits for {ids.SYNTHETIC_GENERATIONS}")
-            return
+            return True
         parts = made.manifest.content_ids
         generations[key] = _Made(made.manifest.content_id, parts["token_counts"])
         captured = self._check(ids.hidden_states_identity(spec, verifier, parts["input_ids"]), chunk)
         if captured:
             states[key] = captured.manifest.content_id
+        return True
 
     def _tail(
         self,

@@ -6,13 +6,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from eagle3_pipeline.config import PipelineSpec, project_home
+from eagle3_pipeline.data.decontamination import Decontamination
 from eagle3_pipeline.data.registry import ChunkRegistry
 from eagle3_pipeline.data.verifier import Verifier, resolve_verifier
 from eagle3_pipeline.engine.devices import count_gpus
 from eagle3_pipeline.engine.manager import EngineManager
 from eagle3_pipeline.engine.spec import EngineSpec, default_backend
 from eagle3_pipeline.errors import CorruptArtifactError, StaleInputError
+from eagle3_pipeline.evaluation.prompts import load_prompts
 from eagle3_pipeline.store.atomic import require_space
 from eagle3_pipeline.store.manifest import Manifest, read_manifest
 from eagle3_pipeline.store.objects import Artifact, ArtifactWriter, Store
@@ -85,6 +90,17 @@ class StageContext:
     def verifier(self) -> Verifier:
         """The verifier on this machine."""
         return resolve_verifier(self.spec.verifier)
+
+    @cached_property
+    def decontamination(self) -> Decontamination:
+        """Finds this pipeline's evaluation prompts in conversations; none, if that is switched off.
+
+        Raises:
+            ConfigError: the prompts cannot be read.
+        """
+        if not self.spec.dataset.decontaminate:
+            return Decontamination([])
+        return Decontamination(prompt.prompt for prompt in load_prompts(self.spec.evaluation.prompts))
 
     def find_verifier(self, offline: bool) -> Verifier:
         """The verifier; `offline`: only if it need not be fetched."""
@@ -196,6 +212,12 @@ class StageContext:
             provenance=produced.provenance,
         )
         return writer.publish(manifest)
+
+    def keep_rejected(self, identity: Identity, rejected: pa.Table) -> Path:
+        """Keeps the rejections of a chunk that is not published for them; returns the file."""
+        path = self.scratch(identity) / "rejected.parquet"
+        pq.write_table(rejected, path)
+        return path
 
     def scratch(self, identity: Identity) -> Path:
         """A folder for logs and staged files of one stage run; it survives a crash and is no part of the artifact."""

@@ -8,6 +8,7 @@ from eagle3_pipeline.data.registry import Chunk
 from eagle3_pipeline.errors import StaleInputError
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.context import StageContext
+from eagle3_pipeline.stages.dataset import is_empty
 from eagle3_pipeline.store.objects import Artifact
 
 
@@ -30,10 +31,16 @@ def current_generations(context: StageContext) -> dict[str, Artifact]:
     Raises:
         StaleInputError: too many chunks lack them, or there is no chunk.
     """
-    chunks = context.registry.chunks_with_work()
-    found = {chunk.key: artifact for chunk in chunks if (artifact := _generations(context, chunk))}
-    _require(context, ids.SYNTHETIC_GENERATIONS, found)
-    return found
+    return _current_generations(context)[0]
+
+
+def _current_generations(context: StageContext) -> tuple[dict[str, Artifact], list[str]]:
+    """What is current, and the keys of all chunks that could have it."""
+    datasets = {chunk.key: _dataset(context, chunk) for chunk in context.registry.chunks_with_work()}
+    wanted = {key: dataset for key, dataset in datasets.items() if not (dataset and is_empty(dataset.manifest))}
+    found = {key: made for key, dataset in wanted.items() if dataset and (made := _generations(context, dataset))}
+    _require(context, ids.SYNTHETIC_GENERATIONS, found, list(wanted))
+    return found, list(wanted)
 
 
 def current_chunks(context: StageContext) -> CurrentChunks:
@@ -42,16 +49,17 @@ def current_chunks(context: StageContext) -> CurrentChunks:
     Raises:
         StaleInputError: too many chunks lack them, or there is no chunk.
     """
-    generations = current_generations(context)
+    generations, keys = _current_generations(context)
     states = {key: found for key, made in generations.items() if (found := _states(context, made))}
-    _require(context, ids.HIDDEN_STATES, states)
+    _require(context, ids.HIDDEN_STATES, states, keys)
     return CurrentChunks({key: generations[key] for key in states}, states)
 
 
-def _generations(context: StageContext, chunk: Chunk) -> Artifact | None:
-    dataset = context.cached(ids.dataset_identity(context.spec, chunk))
-    if dataset is None:
-        return None
+def _dataset(context: StageContext, chunk: Chunk) -> Artifact | None:
+    return context.cached(ids.dataset_identity(context.spec, chunk, context.decontamination.content_id))
+
+
+def _generations(context: StageContext, dataset: Artifact) -> Artifact | None:
     return context.cached(ids.generations_identity(context.spec, context.verifier, dataset.manifest.content_id))
 
 
@@ -60,8 +68,10 @@ def _states(context: StageContext, generations: Artifact) -> Artifact | None:
     return context.cached(ids.hidden_states_identity(context.spec, context.verifier, content))
 
 
-def _require(context: StageContext, stage: str, found: Mapping[str, Artifact]) -> None:
-    keys = context.all_chunks()
+def _require(context: StageContext, stage: str, found: Mapping[str, Artifact], keys: list[str]) -> None:
+    if not keys:
+        context.all_chunks()
+        raise StaleInputError(f"{context.spec.name}: no chunk has a usable row")
     missing = [key for key in keys if key not in found]
     where = f"{context.spec.name}: {stage} of {len(missing)} of {len(keys)} chunks"
     if not enough_fresh(context.spec, len(found), len(keys)):

@@ -10,16 +10,18 @@ from eagle3_pipeline.data.conversations import (
     CONTENT_COLUMNS,
     CONVERSATION_SCHEMA,
     REJECTED_SCHEMA,
-    Rejection,
     conversation_id,
     normalise,
 )
+from eagle3_pipeline.data.filters import check_language
 from eagle3_pipeline.data.registry import Chunk
+from eagle3_pipeline.data.rejection import Rejection
 from eagle3_pipeline.data.sources import RawRow, read_rows
 from eagle3_pipeline.errors import DataError
 from eagle3_pipeline.stages import identity as ids
-from eagle3_pipeline.stages.context import Produced, StageContext, StageResult
+from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
 from eagle3_pipeline.store.fingerprint import rows_content_id
+from eagle3_pipeline.store.manifest import Manifest
 from eagle3_pipeline.store.objects import ArtifactWriter
 
 CONVERSATIONS = "conversations.parquet"
@@ -33,11 +35,11 @@ def materialise_dataset(context: StageContext, chunk_key: str) -> StageResult:
         DataError: the file changed since the last sync, is unreadable, or too few of its rows are usable.
     """
     chunk = context.registry.chunk(chunk_key)
-    identity = ids.dataset_identity(context.spec, chunk)
-    return context.materialise(identity, chunk_key, lambda writer: _produce(context, chunk, writer))
+    identity = ids.dataset_identity(context.spec, chunk, context.decontamination.content_id)
+    return context.materialise(identity, chunk_key, lambda writer: _produce(context, chunk, identity, writer))
 
 
-def _produce(context: StageContext, chunk: Chunk, writer: ArtifactWriter) -> Produced:
+def _produce(context: StageContext, chunk: Chunk, identity: Identity, writer: ArtifactWriter) -> Produced:
     rows, rejected = _normalise_rows(context, chunk)
     num_read = len(rows) + len(rejected)
     spec = context.spec.dataset
@@ -49,15 +51,17 @@ def _produce(context: StageContext, chunk: Chunk, writer: ArtifactWriter) -> Pro
     num_own = num_read - reasons["duplicate"]
     if not num_own:
         raise DataError(f"{where}: all of its {num_read} rows are duplicates of earlier ones; there is nothing to do")
-    if len(rows) < max(1, spec.min_yield * num_own):
+    rejections = pa.Table.from_pylist(rejected, REJECTED_SCHEMA)
+    if len(rows) < spec.min_yield * num_own:
         first = next(row["detail"] for row in rejected if row["reason"] != "duplicate")
         raise DataError(
-            f"{where}: {len(rows)} of {num_own} rows are usable, dataset.min_yield asks for {spec.min_yield:.0%}, at "
-            f"least one; rejected: {_reasons(reasons)}; first: {first}. Repair or remove the rows, lower "
-            "dataset.min_yield, or lower schedule.min_fresh_fraction to do without this chunk"
+            f"{where}: {len(rows)} of {num_own} rows are usable, dataset.min_yield asks for {spec.min_yield:.0%}; "
+            f"rejected: {_reasons(reasons)}; first: {first}; all of them: {context.keep_rejected(identity, rejections)}"
+            ". Repair or remove the rows, lower dataset.min_yield, or lower schedule.min_fresh_fraction to do without "
+            "this chunk"
         )
     pq.write_table(pa.Table.from_pylist(rows, CONVERSATION_SCHEMA), writer.folder / CONVERSATIONS)
-    pq.write_table(pa.Table.from_pylist(rejected, REJECTED_SCHEMA), writer.folder / REJECTED)
+    pq.write_table(rejections, writer.folder / REJECTED)
     turns = sum(len(row["messages"]) for row in rows)
     metrics = {"num_read": num_read, "num_samples": len(rows), "num_rejected": len(rejected), "num_turns": turns}
     return Produced(rows_content_id(CONTENT_COLUMNS, rows), metrics, dict(reasons))
@@ -76,7 +80,7 @@ def _normalise_rows(context: StageContext, chunk: Chunk) -> tuple[list[dict[str,
     checked = []
     for row in found:
         checked.append(row.digest)
-        outcome = _outcome(row, row.number in duplicates, spec.format)
+        outcome = _outcome(context, row, row.number in duplicates)
         if isinstance(outcome, Rejection):
             rejected.append(
                 {"row_number": row.number, "reason": outcome.reason, "detail": outcome.detail, "raw": row.raw}
@@ -88,9 +92,18 @@ def _normalise_rows(context: StageContext, chunk: Chunk) -> tuple[list[dict[str,
     return accepted, rejected
 
 
-def _outcome(row: RawRow, is_duplicate: bool, row_format: str) -> list[dict[str, str]] | Rejection:
+def is_empty(dataset: Manifest) -> bool:
+    """Whether no row of the chunk is usable (and `dataset.min_yield` allows that): there is nothing to do for it."""
+    return dataset.metrics["num_samples"] == 0
+
+
+def _outcome(context: StageContext, row: RawRow, is_duplicate: bool) -> list[dict[str, str]] | Rejection:
     if is_duplicate:
         return Rejection("duplicate", "an earlier row of the source has the same content")
     if row.value is None:
         return Rejection(row.reason, f"row {row.number} is not a usable JSON object")
-    return normalise(row.value, row_format)
+    spec = context.spec.dataset
+    messages = normalise(row.value, spec)
+    if isinstance(messages, Rejection):
+        return messages
+    return check_language(row.value, messages, spec) or context.decontamination.check(messages) or messages

@@ -90,9 +90,9 @@ def verifier_identity(spec: PipelineSpec, verifier: Verifier) -> Identity:
     return identify(spec, VERIFIER, {"files": verifier.content_id})
 
 
-def dataset_identity(spec: PipelineSpec, chunk: Chunk) -> Identity:
-    """The normalised rows of a chunk."""
-    return identify(spec, DATASET, {"rows": chunk.content_id})
+def dataset_identity(spec: PipelineSpec, chunk: Chunk, decontamination: str) -> Identity:
+    """The normalised rows of a chunk, without those that `decontamination` (the id of what it looks for) finds."""
+    return identify(spec, DATASET, {"rows": chunk.content_id, "decontamination": decontamination})
 
 
 def generations_identity(spec: PipelineSpec, verifier: Verifier, dataset_content: str) -> Identity:

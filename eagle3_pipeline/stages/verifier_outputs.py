@@ -77,6 +77,10 @@ def materialise_outputs(
     """
     made = states = None
     captured: Path | None = None
+    dataset = context.last_manifest(ids.DATASET, chunk)
+    if dataset and dataset_stage.is_empty(dataset):
+        context.log(f"chunk {chunk} has no usable row: there is nothing to generate or to capture")
+        return ChunkOutputs(None, None)
     if generations:
         upstream = context.upstream(ids.DATASET, chunk)
         identity = ids.generations_identity(context.spec, context.verifier, upstream.manifest.content_id)
@@ -124,7 +128,7 @@ def _generate(
         speed: dict[str, float] = {}
     else:
         sequences, rejected, speed = _regenerate(context, chunk, conversations, template, identity, captured)
-    return _write_sequences(context, chunk, writer, sequences, rejected, speed)
+    return _write_sequences(context, chunk, identity, writer, sequences, rejected, speed)
 
 
 def _split(items: list[Any]) -> list[Sequence]:
@@ -173,6 +177,7 @@ def _regenerate(
 def _write_sequences(
     context: StageContext,
     chunk: str,
+    identity: Identity,
     writer: ArtifactWriter,
     sequences: list[Sequence],
     rejected: list[RejectedTurn],
@@ -181,15 +186,17 @@ def _write_sequences(
     reasons = Counter(turn.rejection.reason for turn in rejected)
     num_turns = len(sequences) + len(rejected)
     needed = max(1, context.spec.generation.min_yield * num_turns)
+    rejections = pa.Table.from_pylist([r.row() for r in rejected], REJECTED_SCHEMA)
     if len(sequences) < needed:
         raise DataError(
             f"{context.spec.name}: chunk {chunk}: {len(sequences)} of {num_turns} turns give a training sequence, "
-            f"generation.min_yield asks for {context.spec.generation.min_yield:.0%}; rejected: {dict(reasons)}"
+            f"generation.min_yield asks for {context.spec.generation.min_yield:.0%}; rejected: {dict(reasons)}; all of "
+            f"them: {context.keep_rejected(identity, rejections)}"
         )
     rows = [asdict(sequence) for sequence in sequences]
     counts = sorted(count_supervised(sequences).items())
     pq.write_table(pa.Table.from_pylist(rows, SEQUENCE_SCHEMA), writer.folder / SEQUENCES)
-    pq.write_table(pa.Table.from_pylist([r.row() for r in rejected], REJECTED_SCHEMA), writer.folder / REJECTED)
+    pq.write_table(rejections, writer.folder / REJECTED)
     table = pa.Table.from_pylist([{"token_id": t, "count": c} for t, c in counts], TOKEN_COUNT_SCHEMA)
     pq.write_table(table, writer.folder / TOKEN_COUNTS)
     supervised = sum(count for _, count in counts)

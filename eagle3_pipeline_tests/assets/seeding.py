@@ -16,7 +16,7 @@ def write_generations(context: StageContext, chunk: str) -> StageResult:
     rows = pq.read_table(upstream.path(dataset.CONVERSATIONS)).to_pylist()
 
     def produce(writer: ArtifactWriter) -> Produced:
-        return _write_sequences(context, chunk, writer, [_sequence(row) for row in rows], [], {})
+        return _write_sequences(context, chunk, identity, writer, [_sequence(row) for row in rows], [], {})
 
     identity = ids.generations_identity(context.spec, context.verifier, upstream.manifest.content_id)
     return context.materialise(identity, chunk, produce)

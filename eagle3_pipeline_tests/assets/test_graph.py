@@ -8,6 +8,8 @@ import pytest
 from dagster._core.definitions.data_version import StaleStatus
 
 from eagle3_pipeline.definitions import build_definitions
+from eagle3_pipeline.planning import Status, new_data_fraction, plan
+from eagle3_pipeline.stages.current import current_chunks
 from eagle3_pipeline_tests.assets.conftest import Pipeline
 
 FIRST, SECOND = "000000", "000001"
@@ -203,3 +205,22 @@ def test_the_vocabulary_waits_for_all_chunks(pipeline: Pipeline) -> None:
     result = pipeline.run("train_and_evaluate", None, "vocab_map")
     assert result.success
     assert metadata(result, "vocab_map")["draft_vocab_size"] == 64
+
+
+def test_a_chunk_without_a_usable_row_asks_for_nothing_and_stops_nothing(pipeline: Pipeline) -> None:
+    (pipeline.home / "data" / "c.jsonl").write_text("id,prompt\n1,ask\n")
+    pipeline.configure(dataset={"min_yield": 0.0})
+    pipeline.sync()
+    for chunk in (FIRST, SECOND, "000002"):
+        pipeline.run_chunk(chunk)
+    stages = {row.chunk: set() for row in plan(pipeline.context).rows}
+    for row in plan(pipeline.context).rows:
+        if row.chunk:
+            assert row.status is Status.FRESH, row
+            stages[row.chunk].add(row.stage)
+    assert stages[FIRST] == stages[SECOND] == set(CHUNK_STAGES)
+    assert stages["000002"] == {"dataset"}
+    # The unpartitioned stages do not wait for it.
+    assert pipeline.run("train_and_evaluate", None, "vocab_map").success
+    assert set(current_chunks(pipeline.context).hidden_states) == {FIRST, SECOND}
+    assert new_data_fraction(pipeline.context, plan(pipeline.context)) is None

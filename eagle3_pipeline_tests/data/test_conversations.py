@@ -9,19 +9,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eagle3_pipeline.config import PipelineSpec
+from eagle3_pipeline.config import DatasetSpec
 from eagle3_pipeline.data.conversations import (
     CONVERSATION_SCHEMA,
     REJECTED_SCHEMA,
-    Rejection,
     conversation_id,
     normalise,
 )
+from eagle3_pipeline.data.rejection import Rejection
 from eagle3_pipeline.data.sources import read_rows
 
 
 def _turn(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
+
+
+def _spec(**dataset: Any) -> DatasetSpec:
+    return DatasetSpec.model_validate({"path": "none", **dataset})
 
 
 HELLO = [_turn("user", "hello"), _turn("assistant", "hi")]
@@ -44,7 +48,7 @@ HELLO = [_turn("user", "hello"), _turn("assistant", "hi")]
     ],
 )
 def test_accepted_shapes(row: dict, row_format: str, expected: list | None) -> None:
-    assert normalise(row, row_format) == (row["messages"] if expected is None else expected)
+    assert normalise(row, _spec(format=row_format)) == (row["messages"] if expected is None else expected)
 
 
 @pytest.mark.parametrize(
@@ -55,13 +59,13 @@ def test_accepted_shapes(row: dict, row_format: str, expected: list | None) -> N
         ({"messages": "hello"}, "wrong_shape", "messages is str, expected a list of turns"),
         ({"messages": None}, "wrong_shape", "messages is NoneType, expected a list of turns"),
         ({"messages": ["hello"]}, "wrong_shape", "no auto row; its columns: 'messages'"),
-        ({"messages": [{"role": "user"}]}, "wrong_shape", "no auto row; its columns: 'messages'"),
+        ({"messages": [{"role": "user"}]}, "wrong_shape", "turn 0 has content of type NoneType"),
         ({"messages": [_turn("user", 3)]}, "wrong_shape", "turn 0 has content of type int"),
         ({"prompt": None}, "wrong_shape", "turn 0 has content of type NoneType"),
         ({"messages": []}, "empty", "messages has no turns"),
         ({"prompt": " \n"}, "empty", "turn 0 is empty"),
         ({"messages": [*HELLO, _turn("user", "")]}, "empty", "turn 2 is empty"),
-        ({"messages": [_turn("tool", "x")]}, "bad_role", "turn 0 has role 'tool'"),
+        ({"messages": [_turn("robot", "x")]}, "bad_role", "turn 0 has role 'robot'"),
         ({"messages": [{"role": None, "content": "x"}]}, "bad_role", "turn 0 has role 'None'"),
         ({"prompt": "\ud800"}, "invalid_text", "turn 0 is not valid Unicode: surrogates not allowed"),
         ({"messages": [_turn("system", "s")]}, "no_user_turn", "only a system message"),
@@ -71,12 +75,12 @@ def test_accepted_shapes(row: dict, row_format: str, expected: list | None) -> N
     ],
 )
 def test_rejections_say_why_and_where(row: dict, reason: str, detail: str) -> None:
-    assert normalise(row, "auto") == Rejection(reason, detail)
+    assert normalise(row, _spec()) == Rejection(reason, detail)
 
 
 @pytest.mark.parametrize(("row_format", "row"), [("messages", {"prompt": "x"}), ("sharegpt", {"messages": HELLO})])
 def test_a_format_that_is_named_excludes_the_others(row_format: str, row: dict) -> None:
-    found = normalise(row, row_format)
+    found = normalise(row, _spec(format=row_format))
     assert isinstance(found, Rejection) and found.detail.startswith(f"no {row_format} row")
 
 
@@ -116,11 +120,10 @@ def test_every_line_of_a_mess_is_accepted_or_rejected_and_both_can_be_stored(
 ) -> None:
     path = tmp_path / "mess.jsonl"
     path.write_bytes(b"".join(line + b"\n" for line in lines))
-    dataset = {"path": str(path)}
-    spec = PipelineSpec.model_validate({"name": "p", "verifier": {"model": "none"}, "dataset": dataset}).dataset
+    spec = _spec(path=str(path))
     accepted, rejected = [], []
     for row in read_rows(spec, str(path)):
-        outcome = Rejection(row.reason, "") if row.value is None else normalise(row.value, spec.format)
+        outcome = Rejection(row.reason, "") if row.value is None else normalise(row.value, spec)
         place = {"row_number": row.number, "raw": row.raw}
         if isinstance(outcome, Rejection):
             assert outcome.reason

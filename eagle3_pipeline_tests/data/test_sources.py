@@ -119,20 +119,42 @@ def test_texts_that_look_like_json_numbers_stay_apart(source: Path, make_spec: S
 
 
 @pytest.mark.parametrize("damage", ["cut", "junk", "empty"])
-def test_a_damaged_parquet_file_is_a_data_error_that_names_it(source: Path, make_spec: SpecMaker, damage: str) -> None:
+def test_a_file_that_is_no_parquet_is_one_rejected_row(source: Path, make_spec: SpecMaker, damage: str) -> None:
     path = source / "a.parquet"
     pq.write_table(pa.table({"prompt": ["x"] * 1000}), path)
     data = path.read_bytes()
     path.write_bytes({"cut": data[:-20], "junk": b"PAR1" + os.urandom(100), "empty": b""}[damage])
-    with pytest.raises(DataError, match=r"cannot read .*a\.parquet"):
-        list(read_rows(make_spec().dataset, str(path)))
+    (row,) = read_rows(make_spec().dataset, str(path))
+    assert (row.number, row.value, row.reason) == (0, None, "unreadable_file")
+    assert list(read_rows(make_spec().dataset, str(path), start=1)) == []
 
 
-def test_invalid_text_in_a_parquet_file_is_a_data_error(source: Path, make_spec: SpecMaker) -> None:
-    table = pa.table({"prompt": pa.array([b"\xff\xfe"], pa.binary()).view(pa.string())})
+def test_rows_of_a_damaged_row_group_are_rejected_and_the_others_are_read(source: Path, make_spec: SpecMaker) -> None:
+    path = source / "a.parquet"
+    texts = [f"{i:040d}" for i in range(30)]
+    pq.write_table(
+        pa.table({"prompt": texts}), path, row_group_size=10, compression="none", use_dictionary=False,
+        write_page_checksum=False,
+    )  # fmt: skip
+    column = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    data = bytearray(path.read_bytes())
+    data[column.data_page_offset : column.data_page_offset + column.total_compressed_size] = bytes(
+        column.total_compressed_size
+    )
+    path.write_bytes(data)
+    rows = list(read_rows(make_spec().dataset, str(path)))
+    assert [row.number for row in rows] == list(range(30))
+    assert [row.value["prompt"] if row.value else row.reason for row in rows] == (
+        texts[:10] + ["unreadable_row"] * 10 + texts[20:]
+    )
+    assert [row.number for row in read_rows(make_spec().dataset, str(path), start=15, count=10)] == list(range(15, 25))
+
+
+def test_a_parquet_row_of_invalid_text_is_rejected_alone(source: Path, make_spec: SpecMaker) -> None:
+    table = pa.table({"prompt": pa.array([b"good", b"\xff\xfe", b"fine"], pa.binary()).view(pa.string())})
     pq.write_table(table, source / "a.parquet")
-    with pytest.raises(DataError, match=r"cannot read .*a\.parquet"):
-        list(read_rows(make_spec().dataset, str(source / "a.parquet")))
+    rows = list(read_rows(make_spec().dataset, str(source / "a.parquet")))
+    assert [row.value["prompt"] if row.value else row.reason for row in rows] == ["good", "invalid_text", "fine"]
 
 
 def test_a_missing_file_is_a_data_error_that_names_it(source: Path, make_spec: SpecMaker) -> None:

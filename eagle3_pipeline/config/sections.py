@@ -1,64 +1,11 @@
-"""Pipeline files: pydantic models of every section, with semantic and execution keys told apart.
+"""The sections of a pipeline file."""
 
-A *semantic* key decides what an artifact contains and is part of its fingerprint. An *execution* key decides only
-how the work is done or when it is refused (batch sizes, memory, workers, thresholds): it is recorded, and changing it
-makes nothing stale. A *locator* says where an input lies; what is found there enters fingerprints by its content.
-"""
-
-import hashlib
-import json
-import os
-import re
 import zoneinfo
-from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import field_validator
 
-from eagle3_pipeline.errors import ConfigError
-
-PACKAGE_PIPELINES = Path(__file__).parent / "pipelines"
-DEFAULT_ENABLED = "smollm2_demo"
-EXECUTION: dict[str, Any] = {"kind": "execution"}
-LOCATOR: dict[str, Any] = {"kind": "locator"}
-
-
-def project_home() -> Path:
-    """Folder of everything mutable: `$EAGLE3_HOME`, else `.eagle3` beside the checkout, else `~/.eagle3`."""
-    if home := os.environ.get("EAGLE3_HOME"):
-        return Path(home).expanduser().absolute()
-    checkout = Path(__file__).parent.parent
-    base = checkout if (checkout / "workspace.yaml").exists() else Path.home()
-    return (base / ".eagle3").absolute()
-
-
-def execution(default: Any, description: str, **constraints: Any) -> Any:
-    """A field that never enters a fingerprint."""
-    return Field(default, description=description, json_schema_extra=EXECUTION, **constraints)
-
-
-def semantic(default: Any, description: str, **constraints: Any) -> Any:
-    """A field that is part of the fingerprint of the stages that read its section."""
-    return Field(default, description=description, **constraints)
-
-
-def locator(default: Any, description: str, **constraints: Any) -> Any:
-    """A field that says where an input lies."""
-    return Field(default, description=description, json_schema_extra=LOCATOR, **constraints)
-
-
-class Section(BaseModel):
-    """A part of a pipeline file. Unknown keys are errors."""
-
-    # NaN and infinity have no canonical JSON.
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    def semantic(self) -> dict[str, Any]:
-        """The section's semantic keys, ready for a fingerprint."""
-        fields = type(self).model_fields
-        return {k: v for k, v in self.model_dump(mode="json").items() if not fields[k].json_schema_extra}
+from eagle3_pipeline.config.fields import Section, execution, locator, semantic
 
 
 class VerifierSpec(Section):
@@ -72,17 +19,57 @@ class VerifierSpec(Section):
     stop_tokens: list[str] = semantic([], "tokens besides EOS that end a turn, by their text")
 
 
+class ColumnsSpec(Section):
+    """Names of the columns that rows are read from. `a.b` is key b of the object in column a."""
+
+    conversations: str = semantic("conversations", "sharegpt: list of {from, value} turns")
+    messages: str = semantic("messages", "messages: list of {role, content} turns")
+    prompt: str = semantic("prompt", "prompt_response and prompt: the user's text")
+    response: str = semantic("response", "prompt_response: the answer")
+    instruction: str = semantic("instruction", "alpaca: the user's text")
+    input: str = semantic("input", "alpaca: what the instruction is about; appended to it")
+    output: str = semantic("output", "alpaca: the answer")
+    system: str = semantic("system", "system prompt, beside every format but messages and sharegpt")
+    source: str = semantic("source", "where the row comes from, for filters.sources")
+    language: str = semantic("language", "the row's language, for filters.languages")
+
+
+class FiltersSpec(Section):
+    """Which conversations are used; the others are rejected with a reason."""
+
+    languages: list[str] | None = semantic(
+        None, "only these, as the language column says, or, where there is none, ISO 639 codes as detected; null: all"
+    )
+    sources: list[str] | None = semantic(None, "only rows whose source column is one of these; null: all")
+    exclude_sources: list[str] = semantic([], "no rows whose source column is one of these")
+    min_chars: int = semantic(0, "reject conversations with fewer characters in all turns", ge=0)
+    max_chars: int | None = semantic(None, "reject conversations with more characters in all turns; null: any", ge=1)
+    max_turns: int | None = semantic(None, "reject conversations with more turns; null: any", ge=1)
+
+
 class DatasetSpec(Section):
-    """Where conversations come from and how they are cut into chunks."""
+    """Where conversations come from, which are used, and how they are cut into chunks."""
 
     source: Literal["files", "huggingface"] = locator("files", "where rows come from")
     path: str = locator(..., "glob of JSONL/Parquet files, or a Hugging Face id or folder; ${VAR} is expanded")
     subset: str | None = locator(None, "configuration name of the Hugging Face data set")
     split: str = locator("train", "split of the Hugging Face data set")
-    format: Literal["auto", "sharegpt", "messages", "prompt"] = semantic("auto", "shape of a row")
+    format: Literal["auto", "sharegpt", "messages", "prompt_response", "alpaca", "prompt"] = semantic(
+        "auto", "shape of a row; auto: the first of these whose column a row has"
+    )
+    columns: ColumnsSpec = semantic(ColumnsSpec(), "columns that are named otherwise, e.g. {prompt: question}")
+    tool_turns: Literal["reject", "text"] = semantic(
+        "reject", "conversations with tool calls; text: calls are kept as the answer's text, results as user turns"
+    )
+    filters: FiltersSpec = semantic(FiltersSpec(), "which conversations are used")
+    decontaminate: bool = semantic(
+        True, "reject conversations that hold an evaluation prompt, or 13 words of one in a row"
+    )
     samples_per_chunk: int = locator(1000, "rows of a chunk; a chunk is a Dagster partition", ge=1)
     max_samples: int | None = locator(None, "use only this many rows of the source", ge=1)
-    min_yield: float = execution(0.5, "fail a chunk if a smaller share of its rows is usable", ge=0, le=1)
+    min_yield: float = execution(
+        0.5, "fail a chunk if a smaller share of its rows is usable; 0: a chunk without any is no failure", ge=0, le=1
+    )
     max_row_bytes: int = semantic(16 * 2**20, "rows longer than this are rejected unread", ge=1)
 
 
@@ -246,125 +233,15 @@ class ScheduleSpec(Section):
         return name
 
 
-class PipelineSpec(Section):
-    """One pipeline file. `name` is the file's stem."""
+class AssumptionsSpec(Section):
+    """What costs are reckoned from while nothing was measured."""
 
-    name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$", description="stem of the file")
-    verifier: VerifierSpec
-    dataset: DatasetSpec
-    generation: GenerationSpec = GenerationSpec()
-    capture: CaptureSpec = CaptureSpec()
-    vocab: VocabSpec = VocabSpec()
-    draft: DraftSpec = DraftSpec()
-    training: TrainingSpec = TrainingSpec()
-    evaluation: EvaluationSpec = EvaluationSpec()
-    publish: PublishSpec = PublishSpec()
-    resources: ResourcesSpec = ResourcesSpec()
-    schedule: ScheduleSpec = ScheduleSpec()
-
-    @model_validator(mode="after")
-    def _check_combinations(self) -> "PipelineSpec":
-        generation, training = self.generation, self.training
-        if generation.max_new_tokens >= generation.max_sequence_tokens:
-            raise ValueError("generation.max_new_tokens must be below generation.max_sequence_tokens")
-        if training.batch_tokens < generation.max_sequence_tokens:
-            raise ValueError("training.batch_tokens must be at least generation.max_sequence_tokens")
-        if self.capture.aux_layer_ids is not None and len(self.capture.aux_layer_ids) != 3:
-            raise ValueError("capture.aux_layer_ids must name three layers (EAGLE-3 concatenates three)")
-        return self
-
-    @cached_property
-    def semantic_sections(self) -> dict[str, dict[str, Any]]:
-        """The semantic keys of every section."""
-        return {k: getattr(self, k).semantic() for k in type(self).model_fields if k != "name"}
-
-    def spec_hash(self) -> str:
-        """Hash of all semantic keys: the `eagle3/spec_hash` tag of a run."""
-        return hashlib.sha256(json.dumps(self.semantic_sections, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def expand(text: str) -> str:
-    """Expands `${VAR}`; `${EAGLE3_HOME}` is always defined.
-
-    Raises:
-        ConfigError: a variable is not set.
-    """
-
-    def value(match: re.Match[str]) -> str:
-        name = match.group(1)
-        if name == "EAGLE3_HOME":
-            return str(project_home())
-        if name not in os.environ:
-            raise ConfigError(f"{text!r} names the environment variable {name}, which is not set")
-        return os.environ[name]
-
-    return re.sub(r"\$\{(\w+)\}", value, text)
-
-
-def _explain(path: Path, error: ValidationError) -> str:
-    lines = [f"{path}: {error.error_count()} problem(s)"]
-    for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"]) or "(file)"
-        if item["type"] == "extra_forbidden":
-            allowed = _allowed_keys(item["loc"][:-1])
-            lines.append(f"  {key}: unknown key; allowed keys: {', '.join(allowed)}")
-        else:
-            found = "" if item["type"] in ("missing", "value_error") else f"; found {item['input']!r}"
-            advice = " (the file's name: rename it)" if key == "name" else ""
-            lines.append(f"  {key}: {item['msg']}{found}{advice}")
-    return "\n".join(lines)
-
-
-def _allowed_keys(location: tuple[int | str, ...]) -> list[str]:
-    model: Any = PipelineSpec
-    for part in location:
-        model = model.model_fields[part].annotation
-    return [key for key in model.model_fields if key != "name" or model is not PipelineSpec]
-
-
-def load_pipeline(path: Path) -> PipelineSpec:
-    """Reads and validates one pipeline file.
-
-    Raises:
-        ConfigError: names the file, each wrong key and what is allowed there.
-    """
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
-    if "name" in data:
-        raise ConfigError(f"{path}: name: unknown key; a pipeline is named as its file")
-    try:
-        return PipelineSpec(name=path.stem, **{str(k): v for k, v in data.items()})
-    except ValidationError as error:
-        raise ConfigError(_explain(path, error)) from error
-
-
-def pipeline_files() -> dict[str, Path]:
-    """Pipeline files by name: the package's, then each folder of `EAGLE3_PIPELINES` (later ones win)."""
-    folders = [PACKAGE_PIPELINES]
-    folders += [Path(p).expanduser() for p in os.environ.get("EAGLE3_PIPELINES", "").split(os.pathsep) if p]
-    for folder in folders:
-        if not folder.is_dir():
-            raise ConfigError(f"EAGLE3_PIPELINES names {folder}, which is not a folder")
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
-
-
-def find_pipeline(name: str) -> PipelineSpec:
-    """Loads the pipeline of this name.
-
-    Raises:
-        ConfigError: there is no such pipeline, or its file is wrong.
-    """
-    files = pipeline_files()
-    if name not in files:
-        raise ConfigError(f"no pipeline is named {name!r}; there are: {', '.join(sorted(files))}")
-    return load_pipeline(files[name])
-
-
-def enabled_pipelines() -> list[PipelineSpec]:
-    """Pipelines named in `EAGLE3_ENABLED` (comma-separated; default: the demo)."""
-    names = [n.strip() for n in os.environ.get("EAGLE3_ENABLED", DEFAULT_ENABLED).split(",") if n.strip()]
-    return [find_pipeline(name) for name in dict.fromkeys(names)]
+    hidden_size: int | None = execution(None, "H of a verifier that is not on this machine; else its config's", ge=1)
+    prompt_tokens_per_sample: int = execution(
+        200, "tokens of a sample besides its answer, which may be as long as generation.max_new_tokens", ge=1
+    )
+    samples: list[int] = execution([1000, 100_000, 1_000_000], "sizes for which `eagle3 plan` prints the whole cost")
+    load_s: float | None = execution(None, "time of one load of the verifier", gt=0)
+    generation_tokens_per_s: float | None = execution(None, "sampled tokens per second of one engine", gt=0)
+    capture_tokens_per_s: float | None = execution(None, "prefilled tokens per second of one engine", gt=0)
+    training_tokens_per_s: float | None = execution(None, "trained tokens per second of one GPU", gt=0)

@@ -1,0 +1,57 @@
+"""Pipeline files and the models of their sections."""
+
+from eagle3_pipeline.config.fields import Section
+from eagle3_pipeline.config.pipeline import (
+    PACKAGE_PIPELINES,
+    PipelineSpec,
+    enabled_pipelines,
+    expand,
+    find_pipeline,
+    load_pipeline,
+    pipeline_files,
+    project_home,
+)
+from eagle3_pipeline.config.sections import (
+    AssumptionsSpec,
+    CaptureSpec,
+    ColumnsSpec,
+    DatasetSpec,
+    DraftSpec,
+    EvaluationSpec,
+    FiltersSpec,
+    GenerationSpec,
+    NoiseSpec,
+    PublishSpec,
+    ResourcesSpec,
+    ScheduleSpec,
+    TrainingSpec,
+    VerifierSpec,
+    VocabSpec,
+)
+
+__all__ = [
+    "PACKAGE_PIPELINES",
+    "AssumptionsSpec",
+    "CaptureSpec",
+    "ColumnsSpec",
+    "DatasetSpec",
+    "DraftSpec",
+    "EvaluationSpec",
+    "FiltersSpec",
+    "GenerationSpec",
+    "NoiseSpec",
+    "PipelineSpec",
+    "PublishSpec",
+    "ResourcesSpec",
+    "ScheduleSpec",
+    "Section",
+    "TrainingSpec",
+    "VerifierSpec",
+    "VocabSpec",
+    "enabled_pipelines",
+    "expand",
+    "find_pipeline",
+    "load_pipeline",
+    "pipeline_files",
+    "project_home",
+]
