@@ -10,7 +10,11 @@ from eagle3_pipeline_tests.test_config import MINIMAL, SECTIONS, edit, make_spec
 
 
 def _sections() -> list[tuple[str, type[Section]]]:
-    nested = [("training.noise", NoiseSpec), ("dataset.columns", ColumnsSpec), ("dataset.filters", FiltersSpec)]
+    nested: list[tuple[str, type[Section]]] = [
+        ("training.noise", NoiseSpec),
+        ("dataset.columns", ColumnsSpec),
+        ("dataset.filters", FiltersSpec),
+    ]
     return [*SECTIONS.items(), *nested]
 
 

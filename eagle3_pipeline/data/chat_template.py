@@ -1,6 +1,7 @@
 """Renders conversations with the tokenizer's chat template and keeps its token ids."""
 
 import functools
+from itertools import pairwise
 from typing import Any
 
 from eagle3_pipeline.data.conversations import Message
@@ -47,16 +48,25 @@ class ChatTemplate:
         """Token ids of rendered text; the template already wrote the special tokens."""
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
-        """Token ids and the character offset at which each token starts.
+    def encode_with_offsets(self, text: str, boundaries: list[int]) -> tuple[list[int], list[int]] | None:
+        """Token ids, and where in the text each token starts.
 
-        Raises:
-            ConfigError: the tokenizer cannot give offsets (it is not a fast tokenizer).
+        A tokenizer that is Python code knows no offsets: its tokens are told apart by tokenising the text in parts.
+
+        Args:
+            text: rendered text.
+            boundaries: ascending character offsets; of a token it matters only between which of them it starts.
+
+        Returns:
+            Ids and offsets; `None` if a token crosses a boundary, and so belongs to no side.
         """
-        if not self._tokenizer.is_fast:
-            raise ConfigError("generation.mode passthrough needs a fast tokenizer (character offsets for the mask)")
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
+        if self._tokenizer.is_fast:
+            encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            return encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
+        cuts = [0, *boundaries, len(text)]
+        parts = [(start, self.encode(text[start:end])) for start, end in pairwise(cuts) if end > start]
+        ids = [token for _, part in parts for token in part]
+        return (ids, [start for start, part in parts for _ in part]) if ids == self.encode(text) else None
 
     def decode(self, ids: list[int]) -> str:
         """Text of sampled ids, special tokens kept."""

@@ -86,12 +86,13 @@ def sequence_id(conversation_id: str, turn: int) -> str:
 def make_prompts(
     conversation_id: str, messages: list[Message], template: ChatTemplate, spec: GenerationSpec
 ) -> list[Prompt | RejectedTurn]:
-    """One prompt per user turn, with the data set's own turns before it as history."""
+    """One prompt per user turn, with the data set's own turns before it, less their reasoning, as history."""
     prompts: list[Prompt | RejectedTurn] = []
     for turn, message in enumerate(messages):
         if message["role"] != "user":
             continue
-        ids = template.encode(template.render(messages[: turn + 1], generation_prompt=True))
+        history = [*_without_reasoning(messages[:turn]), message]
+        ids = template.encode(template.render(history, generation_prompt=True))
         needed = len(ids) + spec.max_new_tokens
         if needed > spec.max_sequence_tokens:
             detail = f"{len(ids)} prompt tokens + {spec.max_new_tokens} new > {spec.max_sequence_tokens}"
@@ -140,13 +141,25 @@ def _split_reasoning(text: str) -> tuple[str, str]:
     return (before + marker, after) if marker else ("", text)
 
 
+def _without_reasoning(messages: list[Message]) -> list[Message]:
+    """History as a verifier sees it: of past answers only what follows their reasoning."""
+    return [
+        {**m, "content": m["content"].rpartition(_REASONING_END)[2].lstrip()} if _has_reasoning(m) else m
+        for m in messages
+    ]
+
+
+def _has_reasoning(message: Message) -> bool:
+    return message["role"] == "assistant" and _REASONING_END in message["content"]
+
+
 def passthrough_sequences(
     conversation_id: str, messages: list[Message], template: ChatTemplate, spec: GenerationSpec
 ) -> list[Sequence | RejectedTurn]:
     """Sequences that keep the data set's answers.
 
-    One sequence for the whole conversation where the template renders history unchanged; else (templates that blank
-    past reasoning) one per assistant turn.
+    One sequence for the whole conversation where history is rendered as the answers were; else (answers with reasoning,
+    which no verifier sees again in later turns) one per assistant turn.
     """
     answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
@@ -166,8 +179,9 @@ def passthrough_sequences(
 
 def _answer_span(messages: list[Message], turn: int, template: ChatTemplate) -> tuple[str, str] | None:
     """The rendered text before the answer at `turn`, and the answer with its end marker."""
-    before = template.render(messages[:turn], generation_prompt=True)
-    through = template.render(messages[: turn + 1], generation_prompt=False)
+    history = _without_reasoning(messages[:turn])
+    before = template.render(history, generation_prompt=True)
+    through = template.render([*history, messages[turn]], generation_prompt=False)
     return (before, through[len(before) :]) if through.startswith(before) else None
 
 
@@ -179,7 +193,12 @@ def _mask_spans(
     template: ChatTemplate,
     spec: GenerationSpec,
 ) -> Sequence | RejectedTurn:
-    ids, starts = template.encode_with_offsets(text)
+    boundaries = [end for before, answer in spans for end in (len(before), len(before) + len(answer))]
+    encoded = template.encode_with_offsets(text, boundaries)
+    if encoded is None:
+        detail = "the tokenizer joins the end of an answer, or its beginning, with what is beside it"
+        return RejectedTurn(conversation_id, turn, Rejection("template_mismatch", detail))
+    ids, starts = encoded
     if len(ids) > spec.max_sequence_tokens:
         detail = f"{len(ids)} tokens > {spec.max_sequence_tokens}"
         return RejectedTurn(conversation_id, turn, Rejection("too_long", detail))

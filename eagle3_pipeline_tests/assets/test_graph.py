@@ -213,7 +213,7 @@ def test_a_chunk_without_a_usable_row_asks_for_nothing_and_stops_nothing(pipelin
     pipeline.sync()
     for chunk in (FIRST, SECOND, "000002"):
         pipeline.run_chunk(chunk)
-    stages = {row.chunk: set() for row in plan(pipeline.context).rows}
+    stages: dict[str, set[str]] = {row.chunk: set() for row in plan(pipeline.context).rows}
     for row in plan(pipeline.context).rows:
         if row.chunk:
             assert row.status is Status.FRESH, row

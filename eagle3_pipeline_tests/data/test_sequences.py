@@ -141,6 +141,54 @@ def test_a_template_that_writes_no_answer_has_no_supervised_tokens() -> None:
     assert isinstance(rejected, RejectedTurn) and rejected.rejection.reason == "no_supervised_tokens"
 
 
+def test_history_is_free_of_reasoning_where_the_template_would_keep_it() -> None:
+    messages = turns("q one", "<think>r one</think> a one", "q two", "<think>r two</think>a two")
+    first, second = passthrough_sequences("c", messages, chat_template(CHATML), SPEC)
+    assert _golden(first).endswith("assistant\n«<think>r one</think> a one<|im_end|>»\n")
+    assert _golden(second) == (
+        "<|im_start|>user\nq one<|im_end|>\n<|im_start|>assistant\na one<|im_end|>\n"
+        "<|im_start|>user\nq two<|im_end|>\n<|im_start|>assistant\n«<think>r two</think>a two<|im_end|>»\n"
+    )
+
+
+class SlowTokenizer:
+    """A tokenizer that is Python code, as Kimi's: it knows no offsets."""
+
+    is_fast = False
+
+    def __init__(self, merge: str = "") -> None:
+        self._fast = word_tokenizer()
+        self._merge = merge
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict:
+        ids = self._fast(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return {"input_ids": [-1] if self._merge and self._merge in text else ids}
+
+    def __getattr__(self, name: str):
+        return getattr(self._fast, name)
+
+
+@pytest.mark.parametrize("family", [CHATML, LLAMA3, KIMI])
+def test_masks_do_not_need_a_fast_tokenizer(family: str) -> None:
+    for messages in (
+        turns("hi there", "fine thanks", "bye", "see you", system="be nice"),
+        turns("q one", "<think>r one</think>a one", "q two", "<think>r two</think>a two"),
+    ):
+        slow, fast = (
+            chat_template(family, tokenizer, ["<|im_end|>", "<|eot_id|>"], thinking=True)
+            for tokenizer in (SlowTokenizer(), None)
+        )
+        assert passthrough_sequences("c", messages, slow, SPEC) == passthrough_sequences("c", messages, fast, SPEC)
+
+
+def test_a_token_across_the_start_of_an_answer_rejects_the_turn() -> None:
+    # What is one token in the whole text is two in its parts.
+    template = chat_template(CHATML, SlowTokenizer(merge="assistant\nfine"))
+    (rejected,) = passthrough_sequences("c", turns("hi", "fine"), template, SPEC)
+    assert isinstance(rejected, RejectedTurn) and rejected.rejection.reason == "template_mismatch"
+    assert "joins the end of an answer, or its beginning" in rejected.rejection.detail
+
+
 CONTENT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(
     lambda text: not any(special in text for special in SPECIAL)
 )
@@ -178,6 +226,43 @@ def test_every_user_turn_is_a_prompt_with_its_history() -> None:
     assert first.sequence_id == sequence_id("c", 1) != second.sequence_id
 
 
+@pytest.mark.parametrize(("thinking", "opening"), [(True, "<think>"), (False, "<think></think>")])
+def test_kimi_prompts_open_the_answer_as_the_mode_does_and_history_has_no_reasoning(
+    thinking: bool, opening: str
+) -> None:
+    messages = turns("q one", "<think>r one</think>a one", "q two", system="be nice")
+    first, second = make_prompts("c", messages, chat_template(KIMI, thinking=thinking), SPEC)
+    assert isinstance(first, Prompt) and isinstance(second, Prompt)
+    start = "<|im_system|>system<|im_middle|>be nice<|im_end|><|im_user|>user<|im_middle|>q one<|im_end|>"
+    answer = "<|im_assistant|>assistant<|im_middle|>"
+    assert "".join(TOKENIZER.convert_ids_to_tokens(first.input_ids)) == start + answer + opening
+    assert "".join(TOKENIZER.convert_ids_to_tokens(second.input_ids)) == (
+        start + answer + "<think></think>a one<|im_end|><|im_user|>user<|im_middle|>q two<|im_end|>" + answer + opening
+    )
+
+
+def test_a_plain_template_gets_history_without_reasoning() -> None:
+    messages = turns("q one", "<think>r one</think>\n\na one", "q two")
+    _, second = make_prompts("c", messages, chat_template(CHATML), SPEC)
+    assert isinstance(second, Prompt)
+    assert "assistant\na one<|im_end|>" in "".join(TOKENIZER.convert_ids_to_tokens(second.input_ids))
+
+
+def test_sampled_reasoning_is_trained_on_although_the_template_blanks_it() -> None:
+    template = chat_template(KIMI)
+    (prompt,) = make_prompts("c", turns("q one"), template, SPEC)
+    assert isinstance(prompt, Prompt)
+    sampled = TOKENIZER.convert_tokens_to_ids(["r", " ", "one", "</think>", "a", "<|im_end|>"])
+    found = sequence_from_answer(prompt, _answer(sampled), template, SPEC)
+    assert _golden(found) == (
+        "<|im_user|>user<|im_middle|>q one<|im_end|><|im_assistant|>assistant<|im_middle|><think>"
+        "«r one</think>a<|im_end|>»"
+    )
+    # A conversation that goes on renders the same answer without its reasoning: templating it loses what is trained.
+    talk = turns("q one", "<think>r one</think>a", "q two")
+    assert "<think></think>a<|im_end|>" in template.render(talk, generation_prompt=True)
+
+
 def test_a_prompt_without_room_for_an_answer_is_rejected_with_numbers() -> None:
     # 6 tokens of the turn, 3 that open the answer, 8 new ones.
     spec = SPEC.model_copy(update={"max_sequence_tokens": 17})
@@ -205,6 +290,31 @@ def test_sampled_ids_are_kept_verbatim() -> None:
     assert found.loss_mask == [False] * 3 + [True] * 7
     assert (found.num_prompt_tokens, found.mean_logprob) == (3, -0.5)
     assert found.text == "<unk><think>  oneone<|im_end|>"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    contents=st.lists(CONTENT, min_size=1, max_size=6),
+    system=st.none() | CONTENT,
+    family=st.sampled_from([CHATML, LLAMA3, KIMI]),
+    thinking=st.booleans(),
+    sampled=st.lists(st.integers(0, 300), min_size=1, max_size=20),
+)
+def test_any_conversation_keeps_sampled_ids_and_supervises_nothing_else(
+    contents: list[str], system: str | None, family: str, thinking: bool, sampled: list[int]
+) -> None:
+    template = chat_template(family, byte_tokenizer(), thinking=thinking)
+    spec = GenerationSpec(max_new_tokens=20, max_sequence_tokens=4096)
+    prompts = make_prompts("c", turns(*contents, system=system or ""), template, spec)
+    assert len(prompts) == (len(contents) + 1) // 2
+    for prompt in prompts:
+        assert isinstance(prompt, Prompt)
+        found = sequence_from_answer(prompt, _answer(sampled), template, spec)
+        assert isinstance(found, Sequence)
+        assert len(found.input_ids) == len(found.loss_mask) == len(prompt.input_ids) + len(sampled)
+        supervised = [i for i, m in enumerate(found.loss_mask) if m]
+        assert supervised == list(range(len(prompt.input_ids), len(found.input_ids)))
+        assert [found.input_ids[i] for i in supervised] == sampled
 
 
 def test_reasoning_is_told_apart_in_the_text_only() -> None:
