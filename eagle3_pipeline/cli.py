@@ -14,7 +14,7 @@ from tabulate import tabulate
 from eagle3_pipeline.config import PipelineSpec, enabled_pipelines, find_pipeline, pipeline_files, project_home
 from eagle3_pipeline.engine.state import EngineState
 from eagle3_pipeline.errors import ConfigError, Eagle3Error
-from eagle3_pipeline.planning import Plan, PlanRow
+from eagle3_pipeline.planning import Plan, PlanRow, outlook_table
 from eagle3_pipeline.planning import plan as make_plan
 from eagle3_pipeline.stages.context import StageContext
 
@@ -83,10 +83,30 @@ def pipelines() -> None:
 @_pipeline_argument
 @click.option("--json", "as_json", is_flag=True, help="Print every line as JSON.")
 @click.option("--why", metavar="CHUNK", help="Print the lines of one chunk with their reasons ('all': every line).")
-def plan(pipeline: str, as_json: bool, why: str | None) -> None:
-    """Show what is fresh, missing, stale or pending, and why. Starts nothing."""
+@click.option(
+    "--samples", type=click.IntRange(1), multiple=True, help="Print what so many samples cost; may be repeated."
+)
+@click.option("--tokens-per-sample", type=click.IntRange(1), help="Tokens of a sample for --samples; else its budget.")
+def plan(
+    pipeline: str, as_json: bool, why: str | None, samples: tuple[int, ...], tokens_per_sample: int | None
+) -> None:
+    """Show what is fresh, missing, stale or pending, and why. Starts and fetches nothing.
+
+    With --samples, or where the pipeline file has a section `assumptions`: what the pipeline costs at other sizes.
+    """
     spec = find_pipeline(pipeline)
-    result = _with_failures(spec, make_plan(StageContext(spec)))
+    context = StageContext(spec)
+    stated = "assumptions" in spec.model_fields_set
+    if samples or tokens_per_sample:
+        click.echo(_outlook(context, samples or tuple(spec.assumptions.samples), tokens_per_sample))
+        return
+    try:
+        context.find_verifier(offline=True)
+    except ConfigError:
+        if stated and not as_json:
+            click.echo(_outlook(context, tuple(spec.assumptions.samples), None) + "\n")
+        raise
+    result = _with_failures(spec, make_plan(context))
     keys = sorted({row.chunk for row in result.rows if row.chunk})
     if why not in (None, "all", *keys):
         raise ConfigError(f"{pipeline} has no chunk {why!r}; {_there_are(pipeline, keys)}")
@@ -97,6 +117,16 @@ def plan(pipeline: str, as_json: bool, why: str | None) -> None:
     else:
         click.echo(result.table())
         click.echo(f"\n{len(result.todo)} of {len(result.rows)} lines are not fresh")
+        if stated:
+            click.echo("\n" + _outlook(context, tuple(spec.assumptions.samples), None))
+
+
+def _outlook(context: StageContext, sizes: tuple[int, ...], tokens_per_sample: int | None) -> str:
+    try:
+        verifier = context.find_verifier(offline=True)
+    except ConfigError:
+        verifier = None
+    return outlook_table(context.spec, verifier, sizes, tokens_per_sample)
 
 
 def _there_are(pipeline: str, keys: list[str]) -> str:

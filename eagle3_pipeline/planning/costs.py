@@ -11,7 +11,7 @@ from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.store.manifest import Manifest
 
 # A sequence's table row per token: an int32 id, its mask, and about six bytes of text.
-_SEQUENCE_BYTES_PER_TOKEN = 12
+SEQUENCE_BYTES_PER_TOKEN = 12
 
 
 @dataclass
@@ -60,16 +60,27 @@ class Costs:
         at_most = not made.num_tokens
         per_row = spec.generation.max_sequence_tokens if at_most else made.num_tokens / made.num_rows
         num_tokens = round(num_rows * per_row)
-        measured = self._measured[stage]
         minutes = None
-        if measured.num_tokens and measured.seconds:
+        if seconds_per_token := self._seconds_per_token(stage):
             devices = spec.resources.tensor_parallel_size if stage != ids.DRAFT_CHECKPOINT else 1
-            minutes = num_tokens * measured.seconds / measured.num_tokens / 60
+            minutes = num_tokens * seconds_per_token / 60
             minutes *= devices if self._context.engines.num_gpus else 1
         if stage == ids.HIDDEN_STATES:
             num_bytes = num_tokens * self._context.verifier.geometry(spec.capture).row_bytes
         elif stage == ids.SYNTHETIC_GENERATIONS:
-            num_bytes = num_tokens * _SEQUENCE_BYTES_PER_TOKEN
+            num_bytes = num_tokens * SEQUENCE_BYTES_PER_TOKEN
         else:
-            num_bytes = measured.num_bytes
+            num_bytes = self._measured[stage].num_bytes
         return Estimate(num_tokens, num_bytes, minutes, at_most)
+
+    def _seconds_per_token(self, stage: str) -> float | None:
+        """As measured, else as the pipeline file assumes."""
+        measured, assumed = self._measured[stage], self._context.spec.assumptions
+        if measured.num_tokens and measured.seconds:
+            return measured.seconds / measured.num_tokens
+        speed, times = {
+            ids.SYNTHETIC_GENERATIONS: (assumed.generation_tokens_per_s, 1),
+            ids.HIDDEN_STATES: (assumed.capture_tokens_per_s, 1),
+            ids.DRAFT_CHECKPOINT: (assumed.training_tokens_per_s, self._context.spec.training.epochs),
+        }[stage]
+        return times / speed if speed else None

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-NO_ROW = ""
-
 
 class Line(NamedTuple):
     """One line of a file.
@@ -50,10 +48,10 @@ def mixed_lines(i: int) -> Iterator[Line]:
         yield _json("no object", value, "not_an_object")
     yield Line("blank line", b"", "empty")
     yield Line("blank line", b" \t ", "empty")
-    for wrong in (3, {"0": good}, "text", True):
-        yield _json("wrong type", {"messages": wrong}, "wrong_shape")
-    for wrong in (3, 1.5, True, {"text": "x"}, ["x"]):
-        yield _json("wrong type", {"messages": [turn("user", wrong)]}, "wrong_shape")
+    for turns in (3, {"0": good}, "text", True):
+        yield _json("wrong type", {"messages": turns}, "wrong_shape")
+    for content in (3, 1.5, True, {"text": "x"}, ["x"]):
+        yield _json("wrong type", {"messages": [turn("user", content)]}, "wrong_shape")
     yield _json("wrong type", {"messages": [*good, "text"]}, "wrong_shape")
     yield _json("NaN", {"prompt": float("nan")}, "wrong_shape")
     yield _json("NaN in another column", {"prompt": f"nan {i}", "score": float("nan")}, "")
@@ -119,8 +117,11 @@ def write_corpus(folder: Path) -> dict[str, list[tuple[str, str]]]:
     write("h_open_end.jsonl", [Line("no line break at the end", b'{"prompt": "the end"}', "")], b"")
     (folder / "i_junk.parquet").write_bytes(junk[0] * 50)
     expected["i_junk.parquet"] = [("no Parquet file", "unreadable_file")]
-    shapes = [{"prompt": "in a table"}, {"messages": _good(99)}, {"score": 1.5}, {"prompt": "", "score": float("nan")}]
-    pq.write_table(pa.Table.from_pylist([{"prompt": None, "messages": None, "score": None, **s} for s in shapes]),
-                   folder / "j_shapes.parquet")  # fmt: skip
+    shapes = {
+        "prompt": ["in a table", None, None, ""],
+        "messages": [None, _good(99), None, None],
+        "score": [None, None, 1.5, float("nan")],
+    }
+    pq.write_table(pa.table(shapes), folder / "j_shapes.parquet")
     expected["j_shapes.parquet"] = [("mixed schema", reason) for reason in ("", "", "wrong_shape", "empty")]
     return expected
