@@ -9,6 +9,10 @@ class ConfigError(Eagle3Error):
     """A pipeline file, an environment variable or a combination of settings is wrong."""
 
 
+class TemplateRefusedError(ConfigError):
+    """The verifier has no chat template, or it refuses a conversation."""
+
+
 class DataError(Eagle3Error):
     """Source data cannot be read, or too little of it is usable."""
 

@@ -1,21 +1,37 @@
 """Renders conversations with the tokenizer's chat template and keeps its token ids."""
 
 import functools
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
 from eagle3_pipeline.data.conversations import Message
-from eagle3_pipeline.errors import ConfigError
+from eagle3_pipeline.errors import ConfigError, TemplateRefusedError
 
 
 class ChatTemplate:
-    """A verifier's tokenizer and template."""
+    """A verifier's tokenizer and template.
 
-    def __init__(self, tokenizer: Any, template: str | None, kwargs: dict[str, Any], stop_tokens: list[str]) -> None:
+    Args:
+        tokenizer: the tokenizer.
+        template: a template that replaces its own.
+        kwargs: further arguments of the template.
+        stop_tokens: tokens besides EOS that end a turn, by their text.
+        stop_ids: the same, by their ids.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str | None,
+        kwargs: dict[str, Any],
+        stop_tokens: list[str],
+        stop_ids: Iterable[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._kwargs = kwargs
-        self.stop_token_ids = sorted({self._stop_id(text) for text in stop_tokens} | self._eos_ids())
+        self.stop_token_ids = sorted({self._stop_id(text) for text in stop_tokens} | self._eos_ids() | set(stop_ids))
 
     def _eos_ids(self) -> set[int]:
         eos = self._tokenizer.eos_token_id
@@ -31,7 +47,7 @@ class ChatTemplate:
         """The text of a conversation, with the opening of the next answer if `generation_prompt`.
 
         Raises:
-            ConfigError: the tokenizer has no chat template, or the template refuses the conversation.
+            TemplateRefusedError: the tokenizer has no chat template, or the template refuses the conversation.
         """
         try:
             return self._tokenizer.apply_chat_template(
@@ -42,7 +58,21 @@ class ChatTemplate:
                 **self._kwargs,
             )
         except Exception as error:  # templates raise whatever they like through Jinja
-            raise ConfigError(f"the chat template refused a conversation of {len(messages)} turns: {error}") from error
+            raise TemplateRefusedError(
+                f"the chat template refused a conversation of {len(messages)} turns: {error}"
+            ) from error
+
+    def unstopped_end(self) -> str | None:
+        """What the template writes behind an answer, if no token of it would stop the verifier; `None`: one does.
+
+        Raises:
+            TemplateRefusedError: as `render`.
+        """
+        answer = "answer"
+        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]
+        end = self.render(messages, generation_prompt=False).rpartition(answer)[2]
+        stopped = any(token in self.stop_token_ids for token in self.encode(end))
+        return None if stopped or not end.strip() else end
 
     def encode(self, text: str) -> list[int]:
         """Token ids of rendered text; the template already wrote the special tokens."""

@@ -1,5 +1,6 @@
 """Why something is not used."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -9,3 +10,9 @@ class Rejection:
 
     reason: str
     detail: str
+
+
+def describe(counts: Mapping[str, int]) -> str:
+    """How many were rejected for which reason, most frequent first."""
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{reason} {count:,}" for reason, count in ordered) or "none"

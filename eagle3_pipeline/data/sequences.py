@@ -10,6 +10,7 @@ from eagle3_pipeline.config import GenerationSpec
 from eagle3_pipeline.data.chat_template import ChatTemplate
 from eagle3_pipeline.data.conversations import Message
 from eagle3_pipeline.data.rejection import Rejection
+from eagle3_pipeline.errors import TemplateRefusedError
 from eagle3_pipeline.store.fingerprint import digest
 
 SEQUENCE_SCHEMA = pa.schema(
@@ -31,7 +32,9 @@ TOKEN_COUNT_SCHEMA = pa.schema([("token_id", pa.int32()), ("count", pa.int64())]
 REJECTED_SCHEMA = pa.schema(
     [("conversation_id", pa.string()), ("turn", pa.int32()), ("reason", pa.string()), ("detail", pa.string())]
 )
-_REASONING_END = "</think>"
+_REASONING_START, _REASONING_END = "<think>", "</think>"
+# A marker that is no token of its own takes a few.
+_OPENING_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,11 @@ def make_prompts(
         if message["role"] != "user":
             continue
         history = [*_without_reasoning(messages[:turn]), message]
-        ids = template.encode(template.render(history, generation_prompt=True))
+        try:
+            ids = template.encode(template.render(history, generation_prompt=True))
+        except TemplateRefusedError as error:
+            prompts.append(RejectedTurn(conversation_id, turn, Rejection("template_refused", str(error))))
+            continue
         needed = len(ids) + spec.max_new_tokens
         if needed > spec.max_sequence_tokens:
             detail = f"{len(ids)} prompt tokens + {spec.max_new_tokens} new > {spec.max_sequence_tokens}"
@@ -120,7 +127,8 @@ def sequence_from_answer(
     if answer["finish_reason"] == "length" and spec.truncated == "drop":
         rejection = Rejection("truncated_generation", f"cut at {len(sampled)} tokens")
         return RejectedTurn(prompt.conversation_id, prompt.turn, rejection)
-    reasoning, text = _split_reasoning(template.decode(sampled))
+    is_thinking = template.decode(prompt.input_ids[-_OPENING_TOKENS:]).rstrip().endswith(_REASONING_START)
+    reasoning, text = _split_reasoning(template.decode(sampled), is_thinking)
     logprob = answer.get("cumulative_logprob")
     return Sequence(
         prompt.sequence_id,
@@ -136,8 +144,11 @@ def sequence_from_answer(
     )
 
 
-def _split_reasoning(text: str) -> tuple[str, str]:
+def _split_reasoning(text: str, is_thinking: bool = False) -> tuple[str, str]:
+    """Reasoning and what follows it. An answer that was cut while the verifier was thinking is reasoning only."""
     before, marker, after = text.partition(_REASONING_END)
+    if is_thinking and not marker:
+        return text, ""
     return (before + marker, after) if marker else ("", text)
 
 
@@ -164,6 +175,19 @@ def passthrough_sequences(
     answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         return [RejectedTurn(conversation_id, 0, Rejection("no_assistant_turn", "nothing to train on"))]
+    try:
+        return _passthrough(conversation_id, messages, answers, template, spec)
+    except TemplateRefusedError as error:
+        return [RejectedTurn(conversation_id, answers[-1], Rejection("template_refused", str(error)))]
+
+
+def _passthrough(
+    conversation_id: str,
+    messages: list[Message],
+    answers: list[int],
+    template: ChatTemplate,
+    spec: GenerationSpec,
+) -> list[Sequence | RejectedTurn]:
     last = answers[-1]
     whole = template.render(messages[: last + 1], generation_prompt=False)
     spans = [_answer_span(messages, turn, template) for turn in answers]

@@ -133,6 +133,13 @@ def _kv_bytes_per_token(config: dict[str, Any]) -> int:
     return 2 * values * config["num_hidden_layers"]
 
 
+def generation_eos_ids(folder: str) -> list[int]:
+    """Tokens that end an answer by the model's `generation_config.json`, where vLLM takes them from, too."""
+    path = Path(folder) / "generation_config.json"
+    found = _read_json(path).get("eos_token_id") if path.exists() else None
+    return found if isinstance(found, list) else [] if found is None else [found]
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())

@@ -15,7 +15,7 @@ from eagle3_pipeline.data.conversations import (
 )
 from eagle3_pipeline.data.filters import check_language
 from eagle3_pipeline.data.registry import Chunk
-from eagle3_pipeline.data.rejection import Rejection
+from eagle3_pipeline.data.rejection import Rejection, describe
 from eagle3_pipeline.data.sources import RawRow, read_rows
 from eagle3_pipeline.errors import DataError
 from eagle3_pipeline.stages import identity as ids
@@ -56,19 +56,16 @@ def _produce(context: StageContext, chunk: Chunk, identity: Identity, writer: Ar
         first = next(row["detail"] for row in rejected if row["reason"] != "duplicate")
         raise DataError(
             f"{where}: {len(rows)} of {num_own} rows are usable, dataset.min_yield asks for {spec.min_yield:.0%}; "
-            f"rejected: {_reasons(reasons)}; first: {first}; all of them: {context.keep_rejected(identity, rejections)}"
+            f"rejected: {describe(reasons)}; first: {first}; all of them: {context.keep_rejected(identity, rejections)}"
             ". Repair or remove the rows, lower dataset.min_yield, or lower schedule.min_fresh_fraction to do without "
             "this chunk"
         )
+    context.log(f"{where}: {len(rows):,} of {num_read:,} rows are usable; rejected: {describe(reasons)}")
     pq.write_table(pa.Table.from_pylist(rows, CONVERSATION_SCHEMA), writer.folder / CONVERSATIONS)
     pq.write_table(rejections, writer.folder / REJECTED)
     turns = sum(len(row["messages"]) for row in rows)
     metrics = {"num_read": num_read, "num_samples": len(rows), "num_rejected": len(rejected), "num_turns": turns}
     return Produced(rows_content_id(CONTENT_COLUMNS, rows), metrics, dict(reasons))
-
-
-def _reasons(reasons: Counter[str]) -> str:
-    return ", ".join(f"{reason} {count}" for reason, count in reasons.most_common()) or "none"
 
 
 def _normalise_rows(context: StageContext, chunk: Chunk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -57,6 +57,8 @@ def pipeline_checks(context: StageContext) -> list[Check]:
     spec, verifier = context.spec, context.verifier
     checks = _attempt("layer ids", "in range", lambda: verifier.geometry(spec.capture))[1]
     checks += _attempt("chat template", "renders", lambda: _render(context))[1]
+    if checks[-1].passed:
+        checks += _attempt("end of an answer", "stops the verifier", lambda: _check_end(context))[1]
     checks.append(_check_positions(spec, verifier))
     return checks
 
@@ -113,6 +115,17 @@ def _render(context: StageContext) -> str:
     template = chat_template(context)
     ids = template.encode(template.render([{"role": "user", "content": "Hello"}], generation_prompt=True))
     return f"a prompt of {len(ids)} tokens"
+
+
+def _check_end(context: StageContext) -> str:
+    template = chat_template(context)
+    end = template.unstopped_end()
+    if end is None:
+        return f"stop tokens {template.stop_token_ids}"
+    raise ConfigError(
+        f"the template ends an answer with {end!r}, of which no token is EOS or in verifier.stop_tokens: the verifier "
+        "would not stop there but at generation.max_new_tokens; add the token that ends a turn to verifier.stop_tokens"
+    )
 
 
 def _check_positions(spec: PipelineSpec, verifier: Verifier) -> Check:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from eagle3_pipeline.data.chat_template import ChatTemplate, load_tokenizer
+from eagle3_pipeline.data.verifier import generation_eos_ids
 from eagle3_pipeline.errors import ConfigError
 from eagle3_pipeline.evaluation.prompts import load_prompts
 from eagle3_pipeline.stages.context import StageContext
@@ -13,7 +14,8 @@ def chat_template(context: StageContext) -> ChatTemplate:
     spec = context.spec
     tokenizer = load_tokenizer(context.verifier.path, spec.verifier.trust_remote_code)
     kwargs, stop_tokens = spec.generation.chat_template_kwargs, spec.verifier.stop_tokens
-    return ChatTemplate(tokenizer, spec.verifier.chat_template, kwargs, stop_tokens)
+    stop_ids = generation_eos_ids(context.verifier.path)
+    return ChatTemplate(tokenizer, spec.verifier.chat_template, kwargs, stop_tokens, stop_ids)
 
 
 def prompt_rows(context: StageContext) -> dict[str, list[dict[str, Any]]]:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle3_pipeline.data.chat_template import ChatTemplate
+from eagle3_pipeline.data.rejection import describe
 from eagle3_pipeline.data.sequences import (
     CONTENT_COLUMNS,
     REJECTED_SCHEMA,
@@ -190,9 +191,13 @@ def _write_sequences(
     if len(sequences) < needed:
         raise DataError(
             f"{context.spec.name}: chunk {chunk}: {len(sequences)} of {num_turns} turns give a training sequence, "
-            f"generation.min_yield asks for {context.spec.generation.min_yield:.0%}; rejected: {dict(reasons)}; all of "
-            f"them: {context.keep_rejected(identity, rejections)}"
+            f"generation.min_yield asks for {context.spec.generation.min_yield:.0%}; rejected: {describe(reasons)}; all "
+            f"of them: {context.keep_rejected(identity, rejections)}"
         )
+    context.log(
+        f"{context.spec.name}: chunk {chunk}: {len(sequences):,} of {num_turns:,} turns give a training sequence; "
+        f"rejected: {describe(reasons)}"
+    )
     rows = [asdict(sequence) for sequence in sequences]
     counts = sorted(count_supervised(sequences).items())
     pq.write_table(pa.Table.from_pylist(rows, SEQUENCE_SCHEMA), writer.folder / SEQUENCES)

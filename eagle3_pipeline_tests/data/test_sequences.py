@@ -93,6 +93,14 @@ def test_a_template_that_blanks_past_reasoning_gives_a_sequence_per_answer() -> 
     assert first.sequence_id != second.sequence_id and first.conversation_id == second.conversation_id == "c"
 
 
+def test_in_thinking_mode_an_answer_without_reasoning_closes_it_first() -> None:
+    (sequence,) = passthrough_sequences("c", turns("q one", "a one"), chat_template(KIMI), SPEC)
+    assert _golden(sequence) == (
+        "<|im_user|>user<|im_middle|>q one<|im_end|>"
+        "<|im_assistant|>assistant<|im_middle|><think>«</think>a one<|im_end|>»"
+    )
+
+
 def test_the_same_template_without_thinking_gives_one_sequence() -> None:
     messages = turns("q one", "a one", "q two", "a two")
     (sequence,) = passthrough_sequences("c", messages, chat_template(KIMI, thinking=False), SPEC)
@@ -325,6 +333,18 @@ def test_reasoning_is_told_apart_in_the_text_only() -> None:
     assert found.loss_mask == [False] * 3 + [True] * 6 and found.mean_logprob is None
 
 
+@pytest.mark.parametrize("thinking", [True, False])
+def test_an_answer_that_was_cut_while_thinking_is_reasoning_only(thinking: bool) -> None:
+    template = chat_template(KIMI, thinking=thinking)
+    (prompt,) = make_prompts("c", turns("q one"), template, SPEC)
+    assert isinstance(prompt, Prompt)
+    found = sequence_from_answer(
+        prompt, _answer(TOKENIZER.convert_tokens_to_ids(["r", " ", "one"]), "length"), template, SPEC
+    )
+    assert isinstance(found, Sequence)
+    assert (found.reasoning, found.text) == (("r one", "") if thinking else ("", "r one"))
+
+
 def test_an_answer_of_reasoning_only_is_kept() -> None:
     sampled = TOKENIZER.convert_tokens_to_ids(["r", "</think>"])
     found = sequence_from_answer(PROMPT, _answer(sampled), chat_template(KIMI), SPEC)
@@ -367,6 +387,37 @@ def test_stop_tokens_are_eos_and_the_configured_ones() -> None:
 def test_a_stop_token_that_is_none_is_refused(tokenizer) -> None:
     with pytest.raises(ConfigError, match=r"verifier\.stop_tokens: '<\|end\|>' is not a token"):
         chat_template(CHATML, tokenizer(), stop=["<|end|>"])
+
+
+PICKY = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+
+
+def test_a_conversation_that_the_template_refuses_is_rejected_alone() -> None:
+    template = chat_template(PICKY)
+    with_system, without = turns("hi", "fine", system="be nice"), turns("hi", "fine")
+    for found in (
+        make_prompts("c", with_system, template, SPEC),
+        passthrough_sequences("c", with_system, template, SPEC),
+    ):
+        (rejected,) = found
+        assert isinstance(rejected, RejectedTurn)
+        assert rejected.rejection.reason == "template_refused" and "no system" in rejected.rejection.detail
+    assert isinstance(make_prompts("c", without, template, SPEC)[0], Prompt)
+    assert isinstance(passthrough_sequences("c", without, template, SPEC)[0], Sequence)
+
+
+def test_a_template_whose_answers_end_on_no_stop_token_is_known() -> None:
+    assert chat_template(CHATML).unstopped_end() is None
+    tokenizer = word_tokenizer()
+    tokenizer.eos_token = "<|eot_id|>"
+    unstopped = ChatTemplate(tokenizer, CHATML, {}, [])
+    assert unstopped.unstopped_end() == "<|im_end|>\n"
+    assert ChatTemplate(tokenizer, CHATML, {}, ["<|im_end|>"]).unstopped_end() is None
+    ids = [TOKENIZER.convert_tokens_to_ids("<|im_end|>")]
+    assert ChatTemplate(tokenizer, CHATML, {}, [], ids).unstopped_end() is None
+    # A template that marks no end says nothing about it.
+    plain = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    assert ChatTemplate(tokenizer, plain, {}, []).unstopped_end() is None
 
 
 def test_a_template_that_refuses_a_conversation_is_a_config_error() -> None:

@@ -53,6 +53,18 @@ def test_a_machine_that_fits_passes_every_line(context: StageContext) -> None:
     assert [check.line() for check in preflight(context) if not check.passed] == []
 
 
+def test_an_answer_whose_end_does_not_stop_the_verifier_is_told_before_the_load(context: StageContext) -> None:
+    folder = Path(context.spec.verifier.model)
+    path = folder / "tokenizer_config.json"
+    path.write_text(path.read_text().replace('"eos_token": "<|im_end|>"', '"eos_token": "<|endoftext|>"'))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (failed,) = [check.line() for check in preflight(context) if not check.passed]
+    assert failed.startswith("FAIL  end of an answer") and "verifier.stop_tokens" in failed
+    # vLLM takes what ends an answer from here as well.
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+    assert [check.line() for check in preflight(context) if not check.passed] == []
+
+
 def test_missing_gpus_are_counted() -> None:
     (check,) = check_gpus(8, [], 0.85)
     assert not check.passed
