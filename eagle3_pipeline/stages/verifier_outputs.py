@@ -186,17 +186,17 @@ def _write_sequences(
 ) -> Produced:
     reasons = Counter(turn.rejection.reason for turn in rejected)
     num_turns = len(sequences) + len(rejected)
+    where = f"{context.spec.name}: chunk {chunk}"
     needed = max(1, context.spec.generation.min_yield * num_turns)
     rejections = pa.Table.from_pylist([r.row() for r in rejected], REJECTED_SCHEMA)
     if len(sequences) < needed:
         raise DataError(
-            f"{context.spec.name}: chunk {chunk}: {len(sequences)} of {num_turns} turns give a training sequence, "
-            f"generation.min_yield asks for {context.spec.generation.min_yield:.0%}; rejected: {describe(reasons)}; all "
-            f"of them: {context.keep_rejected(identity, rejections)}"
+            f"{where}: {len(sequences)} of {num_turns} turns give a training sequence, generation.min_yield asks for "
+            f"{context.spec.generation.min_yield:.0%}; rejected: {describe(reasons)}; all of them: "
+            f"{context.keep_rejected(identity, rejections)}"
         )
     context.log(
-        f"{context.spec.name}: chunk {chunk}: {len(sequences):,} of {num_turns:,} turns give a training sequence; "
-        f"rejected: {describe(reasons)}"
+        f"{where}: {len(sequences):,} of {num_turns:,} turns give a training sequence; rejected: {describe(reasons)}"
     )
     rows = [asdict(sequence) for sequence in sequences]
     counts = sorted(count_supervised(sequences).items())
