@@ -1,0 +1,84 @@
+"""What is measured on a GPU, and the same in small to try the script on a machine without."""
+
+from dataclasses import dataclass
+
+from eagle3_pipeline_tests.benchmarks.multi_gpu.sizes import TINY, Shape
+
+
+@dataclass(frozen=True)
+class Load:
+    """Sequences of one mean length.
+
+    Attributes:
+        mean_tokens: mean length.
+        num_sequences: how many are captured by this project.
+        num_client: how many of them by the usual client; 0: not measured.
+    """
+
+    mean_tokens: int
+    num_sequences: int
+    num_client: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """All sizes of a run.
+
+    Attributes:
+        small: a verifier with random weights on disk.
+        large: a verifier whose weights are made up at load.
+        small_loads, large_loads: what is captured of each.
+        num_compared: sequences that are compared with Transformers.
+        num_prompts, prompt_tokens, new_tokens: what is generated.
+        utilization: share of the GPU's memory of each of the engines that share it.
+        batch_tokens, batch_sequences: of one engine step.
+        concurrency: of the usual client.
+    """
+
+    small: Shape
+    large: Shape
+    small_loads: tuple[Load, ...]
+    large_loads: tuple[Load, ...]
+    num_compared: int
+    num_prompts: int
+    prompt_tokens: int
+    new_tokens: int
+    utilization: float
+    batch_tokens: int
+    batch_sequences: int
+    concurrency: int
+    start_s: float
+
+
+_SMOLLM2 = Shape(576, 1536, 30, 9, 3, 64, 49152)
+_8B = Shape(4096, 14336, 32, 32, 8, 128, 128256)
+ON_GPU = Sizes(
+    small=_SMOLLM2,
+    large=_8B,
+    small_loads=(Load(204, 12_000, 3_000), Load(2000, 1_000, 300)),
+    large_loads=(Load(204, 2_000, 0), Load(2000, 300, 0)),
+    num_compared=20,
+    num_prompts=2048,
+    prompt_tokens=64,
+    new_tokens=256,
+    utilization=0.28,
+    batch_tokens=32_768,
+    batch_sequences=1024,
+    concurrency=128,
+    start_s=100.0,
+)
+ON_CPU = Sizes(
+    small=TINY,
+    large=TINY,
+    small_loads=(Load(48, 40, 10),),
+    large_loads=(Load(48, 40, 0),),
+    num_compared=4,
+    num_prompts=8,
+    prompt_tokens=16,
+    new_tokens=8,
+    utilization=0.1,
+    batch_tokens=512,
+    batch_sequences=16,
+    concurrency=4,
+    start_s=60.0,
+)
