@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -24,13 +25,24 @@ def captured_states(states: Artifact) -> dict[str, np.ndarray]:
     return found
 
 
+def load_reference(model_folder: Path) -> Any:
+    """The model in float32 by Transformers, a multimodal one with its vision tower."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    multimodal = "text_config" in json.loads((model_folder / "config.json").read_text())
+    loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    return loader.from_pretrained(model_folder, dtype=torch.float32)
+
+
 def reference_states(model: object, input_ids: list[int]) -> dict[int, np.ndarray]:
     """[n, H] by layer id: the input of each layer, and the last layer's output before the final norm."""
     import torch
 
     # Transformers' last entry is behind the final norm; the hook sees what goes into it.
     before_norm: list[torch.Tensor] = []
-    hook = model.model.norm.register_forward_pre_hook(lambda _module, args: before_norm.append(args[0]))  # type: ignore[attr-defined]
+    text = getattr(model.model, "language_model", model.model)  # type: ignore[attr-defined]
+    hook = text.norm.register_forward_pre_hook(lambda _module, args: before_norm.append(args[0]))
     with torch.no_grad():
         hidden = model(torch.tensor([input_ids]), output_hidden_states=True).hidden_states  # type: ignore[operator]
     hook.remove()
@@ -42,10 +54,7 @@ def assert_states_match_transformers(
     model_folder: Path, sequences: Artifact, states: Artifact, tolerance: float = TOLERANCE
 ) -> dict[int, float]:
     """Every layer within `tolerance`, its neighbours more than 20 % off; returns the largest error of each layer."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model = load_reference(model_folder)
     found = captured_states(states)
     with safe_open(states.folder / shard_name(0), "np") as file:
         layer_ids = json.loads(file.metadata()["layer_ids"])
