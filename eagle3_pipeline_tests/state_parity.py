@@ -51,25 +51,45 @@ def reference_states(model: object, input_ids: list[int]) -> dict[int, np.ndarra
 
 
 def assert_states_match_transformers(
-    model_folder: Path, sequences: Artifact, states: Artifact, tolerance: float = TOLERANCE
+    model_folder: Path,
+    sequences: Artifact,
+    states: Artifact,
+    tolerance: float = TOLERANCE,
+    rerouted: float = 0.0,
+    every: int = 1,
 ) -> dict[int, float]:
-    """Every layer within `tolerance`, its neighbours more than 20 % off; returns the largest error of each layer."""
+    """Every layer within `tolerance`, its neighbours more than 20 % off; returns the largest error of each layer.
+
+    Args:
+        model_folder: the verifier.
+        sequences: `synthetic_generations` of a chunk.
+        states: `hidden_states` of the chunk.
+        tolerance: largest relative error of a sequence.
+        rerouted: share of rows that may be off: a router near a tie takes another expert for a rounding error.
+        every: compare each n-th sequence.
+    """
     model = load_reference(model_folder)
     found = captured_states(states)
     with safe_open(states.folder / shard_name(0), "np") as file:
         layer_ids = json.loads(file.metadata()["layer_ids"])
     assert layer_ids == [2, 4, 5, 8]
-    worst = dict.fromkeys(layer_ids, 0.0)
-    for row in pq.read_table(sequences.path(SEQUENCES)).to_pylist():
+    worst, num_rows, num_off = dict.fromkeys(layer_ids, 0.0), 0, dict.fromkeys(layer_ids, 0)
+    for row in pq.read_table(sequences.path(SEQUENCES)).to_pylist()[::every]:
         expected = reference_states(model, row["input_ids"][:-1])
+        num_rows += len(row["input_ids"]) - 1
         for position, layer in enumerate(layer_ids):
-            got = found[row["sequence_id"]][:, position]
-            assert got.shape == expected[layer].shape
-            error = relative_error(got, expected[layer])
-            assert error < tolerance, f"layer {layer}: {error:.4f}"
-            worst[layer] = max(worst[layer], error)
+            got, wanted = found[row["sequence_id"]][:, position], expected[layer]
+            assert got.shape == wanted.shape
             for neighbour in {layer - 1, layer + 1} & set(expected):
                 assert relative_error(got, expected[neighbour]) > NEIGHBOUR
+            if rerouted:
+                close = np.linalg.norm(got - wanted, axis=1) < tolerance * np.linalg.norm(wanted, axis=1)
+                num_off[layer] += int((~close).sum())
+                got, wanted = got[close], wanted[close]
+            error = relative_error(got, wanted)
+            assert error < tolerance, f"layer {layer}: {error:.4f}"
+            worst[layer] = max(worst[layer], error)
+    assert max(num_off.values()) <= rerouted * num_rows, f"of {num_rows} rows these are off: {num_off}"
     return worst
 
 

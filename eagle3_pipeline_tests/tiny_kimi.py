@@ -209,6 +209,9 @@ def _write_weights(folder: Path, seed: int, dtype: str) -> None:
     for number, shapes in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {name: _draw(name, shape, generator).to(getattr(torch, dtype)) for name, shape in shapes}
+        if HEAD_TENSORS[0] in tensors:
+            # No text holds an image's place; Transformers replaces the token on its way in.
+            tensors[HEAD_TENSORS[0]][TOKEN_IDS["<|media_pad|>"]] = 0
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
         total += sum(tensor.nbytes for tensor in tensors.values())

@@ -160,7 +160,9 @@ def test_kimi_states_match_transformers(kimi_home: Home, kimi: PipelineSpec, fol
         assert row["loss_mask"] == [i >= row["num_prompt_tokens"] for i in range(len(row["input_ids"]))]
         stopped = row["input_ids"][-1] in (TOKEN_IDS["[EOS]"], TOKEN_IDS["<|im_end|>"])
         assert row["finish_reason"] == ("stop" if stopped else "length")
-    worst = assert_states_match_transformers(folder, made.generations.artifact, made.hidden_states.artifact)
+    worst = assert_states_match_transformers(
+        folder, made.generations.artifact, made.hidden_states.artifact, rerouted=0.01, every=4
+    )
     print("largest relative error by layer:", worst)
 
 
@@ -171,6 +173,7 @@ def test_kimi_last_layer_names_the_next_token(
     before = kimi_home.write_pipeline("kimi_before", **SECTIONS, capture={"aux_layer_ids": [2, 4, 7]})
     kimi_home.sync(before)
     contexts = [kimi_home.context(spec) for spec in (kimi, before)]
+    materialise_dataset(contexts[1], "000000")
     made = materialise_outputs(contexts[1], "000000")
     assert made.generations and made.hidden_states
     assert not made.generations.recomputed
@@ -204,5 +207,5 @@ def test_kimi_draft_is_trained_and_served(kimi_home: Home, kimi: PipelineSpec, c
     with capsys.disabled():
         print(
             f"\nkimi: served acceptance length {found['acceptance_length']:.3f} "
-            f"(simulated {found['simulated_acceptance_length']:.3f}), {time.monotonic() - started:.0f} s"
+            f"(simulated {1 + found['simulated_accepted_per_draft']:.3f}), {time.monotonic() - started:.0f} s"
         )
