@@ -166,10 +166,29 @@ def test_kimi_states_match_transformers(kimi_home: Home, kimi: PipelineSpec, fol
     print("largest relative error by layer:", worst)
 
 
+def test_kimi_draft_is_trained_and_served(kimi_home: Home, kimi: PipelineSpec, capsys: pytest.CaptureFixture) -> None:
+    started = time.monotonic()
+    kimi_home.materialise(kimi)
+    context = kimi_home.context(kimi)
+    assert plan(context).todo == []
+    found = context.upstream(ids.DRAFT_EVALUATION).manifest.metrics
+    assert found["num_drafts"] > 0
+    assert found["num_differences"] == found["num_near_ties"]
+    draft = json.loads((context.upstream(ids.DRAFT_CHECKPOINT).folder / "config.json").read_text())
+    assert draft["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert draft["speculators_config"]["verifier"]["architectures"] == ["KimiK25ForConditionalGeneration"]
+    assert (context.references.folder / "published_draft" / "config.json").exists()
+    with capsys.disabled():
+        print(
+            f"\nkimi: served acceptance length {found['acceptance_length']:.3f} "
+            f"(simulated {1 + found['simulated_accepted_per_draft']:.3f}), {time.monotonic() - started:.0f} s"
+        )
+
+
 def test_kimi_last_layer_names_the_next_token(
     kimi_home: Home, kimi: PipelineSpec, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """The same sequences, captured again with the input of the last layer."""
+    """The same sequences, captured again with the input of the last layer, which takes one more engine."""
     before = kimi_home.write_pipeline("kimi_before", **SECTIONS, capture={"aux_layer_ids": [2, 4, 7]})
     kimi_home.sync(before)
     contexts = [kimi_home.context(spec) for spec in (kimi, before)]
@@ -190,22 +209,3 @@ def test_kimi_last_layer_names_the_next_token(
         print(f"\nkimi: next token named by layer 8: {agreement[0]:.1%}, by layer 7: {agreement[1]:.1%}")
     assert agreement[0] >= 0.99
     assert agreement[1] <= 0.70
-
-
-def test_kimi_draft_is_trained_and_served(kimi_home: Home, kimi: PipelineSpec, capsys: pytest.CaptureFixture) -> None:
-    started = time.monotonic()
-    kimi_home.materialise(kimi)
-    context = kimi_home.context(kimi)
-    assert plan(context).todo == []
-    found = context.upstream(ids.DRAFT_EVALUATION).manifest.metrics
-    assert found["num_drafts"] > 0
-    assert found["num_differences"] == found["num_near_ties"]
-    draft = json.loads((context.upstream(ids.DRAFT_CHECKPOINT).folder / "config.json").read_text())
-    assert draft["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
-    assert draft["speculators_config"]["verifier"]["architectures"] == ["KimiK25ForConditionalGeneration"]
-    assert (context.references.folder / "published_draft" / "config.json").exists()
-    with capsys.disabled():
-        print(
-            f"\nkimi: served acceptance length {found['acceptance_length']:.3f} "
-            f"(simulated {1 + found['simulated_accepted_per_draft']:.3f}), {time.monotonic() - started:.0f} s"
-        )
