@@ -35,16 +35,16 @@ def load_reference(model_folder: Path) -> Any:
     return loader.from_pretrained(model_folder, dtype=torch.float32)
 
 
-def reference_states(model: object, input_ids: list[int]) -> dict[int, np.ndarray]:
+def reference_states(model: Any, input_ids: list[int]) -> dict[int, np.ndarray]:
     """[n, H] by layer id: the input of each layer, and the last layer's output before the final norm."""
     import torch
 
     # Transformers' last entry is behind the final norm; the hook sees what goes into it.
     before_norm: list[torch.Tensor] = []
-    text = getattr(model.model, "language_model", model.model)  # type: ignore[attr-defined]
+    text = getattr(model.model, "language_model", model.model)
     hook = text.norm.register_forward_pre_hook(lambda _module, args: before_norm.append(args[0]))
     with torch.no_grad():
-        hidden = model(torch.tensor([input_ids]), output_hidden_states=True).hidden_states  # type: ignore[operator]
+        hidden = model(torch.tensor([input_ids]), output_hidden_states=True).hidden_states
     hook.remove()
     states = {i: layer[0].numpy() for i, layer in enumerate(hidden[:-1])}
     return states | {len(hidden) - 1: before_norm[0][0].numpy()}

@@ -205,7 +205,8 @@ def _write_weights(folder: Path, seed: int, dtype: str) -> None:
     layers = [list(_layer(i)) for i in range(NUM_LAYERS)]
     # As in the real model, the last shard but one holds what surrounds the layers.
     shards = [layers[0] + layers[1], sum(layers[2:5], []), sum(layers[5:], []), list(_head()), list(_vision())]
-    weight_map, total = {}, 0
+    weight_map: dict[str, str] = {}
+    total = 0
     for number, shapes in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {name: _draw(name, shape, generator).to(getattr(torch, dtype)) for name, shape in shapes}
