@@ -19,6 +19,9 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "load_format": spec.load_format,
         "trust_remote_code": spec.trust_remote_code,
         "skip_tokenizer_init": True,
+        # Prompts are text: what a multimodal verifier has besides its language model is not loaded.
+        "language_model_only": True,
+        "worker_extension_cls": "eagle3_pipeline.engine.vllm_worker.WorkerExtension",
         "max_model_len": spec.max_model_len,
         "max_num_batched_tokens": max(spec.max_num_batched_tokens, spec.max_num_seqs),
         "max_num_seqs": spec.max_num_seqs,

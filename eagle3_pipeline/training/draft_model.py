@@ -32,7 +32,7 @@ class VocabMap:
     @property
     def verifier_ids(self) -> torch.Tensor:
         """int64 [D]: the verifier's id of each draft token."""
-        return self.d2t + torch.arange(len(self.d2t))
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     @property
     def draft_ids(self) -> torch.Tensor:

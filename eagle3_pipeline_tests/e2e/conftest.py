@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,20 +68,14 @@ class Home:
         return launch.materialise_stale(spec, launch.InProcess(build_definitions([spec]), self.instance, print), print)
 
 
-@pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
-    """Model, data and prompts; every engine is stopped at the end."""
-    path = tmp_path_factory.mktemp("home")
+@contextmanager
+def open_home(path: Path) -> Iterator[Home]:
+    """An empty home; every engine is stopped at the end."""
     saved = {k: os.environ.get(k) for k in ("EAGLE3_HOME", "EAGLE3_PIPELINES", "DAGSTER_HOME")}
     os.environ["EAGLE3_HOME"] = str(path)
     os.environ["EAGLE3_PIPELINES"] = str(path / "pipelines")
     (path / "pipelines").mkdir()
     (path / "data").mkdir()
-    make_tiny_llama(path / "models" / "tiny")
-    rows = [{"prompt": f"tell {a} of {b}"} for a in WORDS[:4] for b in WORDS[:6]]
-    (path / "data" / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    prompts = [{"category": c, "prompt": f"{c} {w}"} for c in ("first", "second") for w in WORDS[:3]]
-    (path / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in prompts))
     with launch.open_instance() as instance:
         made = Home(path, instance)
         try:
@@ -89,6 +84,18 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
             made.context(made.write_pipeline("tiny")).engines.stop_all(print)
             for key, value in saved.items():
                 os.environ.pop(key, None) if value is None else os.environ.__setitem__(key, value)
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    """Model, data and prompts."""
+    with open_home(tmp_path_factory.mktemp("home")) as made:
+        make_tiny_llama(made.path / "models" / "tiny")
+        rows = [{"prompt": f"tell {a} of {b}"} for a in WORDS[:4] for b in WORDS[:6]]
+        (made.path / "data" / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        prompts = [{"category": c, "prompt": f"{c} {w}"} for c in ("first", "second") for w in WORDS[:3]]
+        (made.path / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in prompts))
+        yield made
 
 
 @pytest.fixture(scope="session")

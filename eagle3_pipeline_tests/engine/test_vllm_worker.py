@@ -1,0 +1,44 @@
+"""Corrections of vLLM that workers import, on vLLM's own classes."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize(("layer_ids", "num_added"), [((2, 4, 5, 8), 1), ((2, 4, 5), 0)])
+def test_the_last_layer_gets_a_successor_whose_input_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, layer_ids: tuple[int, ...], num_added: int
+) -> None:
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM
+
+    from eagle3_pipeline.engine.vllm_worker import capture_last_layer
+
+    original = DeepseekV2ForCausalLM.set_aux_hidden_state_layers
+    monkeypatch.setattr(DeepseekV2ForCausalLM, "set_aux_hidden_state_layers", original)
+    capture_last_layer()
+    verifier = DeepseekV2ForCausalLM.__new__(DeepseekV2ForCausalLM)
+    torch.nn.Module.__init__(verifier)
+    verifier.model = torch.nn.Module()
+    verifier.model.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(8))
+    verifier.model.end_layer = 8
+    verifier.set_aux_hidden_state_layers(layer_ids)
+    assert verifier.model.aux_hidden_state_layers == layer_ids
+    assert len(verifier.model.layers) == verifier.model.end_layer == 8 + num_added
+    if num_added:
+        states = torch.ones(3, 2), torch.full((3, 2), 5.0)
+        assert verifier.model.layers[8](torch.arange(3), *states, None) == states
+
+
+def test_a_draft_shares_the_blocks_of_latent_attention_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+    from vllm.v1.worker.utils import select_common_block_size
+
+    name = "get_supported_kernel_block_sizes"
+    monkeypatch.setattr(CPUAttentionBackend, name, CPUAttentionBackend.__dict__[name])
+    from eagle3_pipeline.engine.vllm_worker import share_blocks_on_cpu
+
+    share_blocks_on_cpu()
+    assert select_common_block_size(16, [CPUMLABackend, CPUAttentionBackend]) == 16
+    assert select_common_block_size(128, [CPUAttentionBackend]) == 128, "other verifiers keep their blocks"
