@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from eagle3_pipeline.engine.connector import ShardConnector  # noqa: E402
+from eagle3_pipeline.engine.connector import ShardConnector
 
 
 def _connector(rank: int) -> ShardConnector:
