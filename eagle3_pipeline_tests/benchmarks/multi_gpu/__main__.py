@@ -8,6 +8,7 @@ import argparse
 import os
 import shutil
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report
 from eagle3_pipeline_tests.benchmarks.multi_gpu.sizes import ON_CPU, ON_GPU
 from eagle3_pipeline_tests.benchmarks.multi_gpu.training import Training
 
-PARTS = {"engines": Engines, "training": Training}
+PARTS: dict[str, type[Engines] | type[Training]] = {"engines": Engines, "training": Training}
 _MADE_UP = 2
 
 
@@ -39,15 +40,21 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     report = Report(arguments.out / "multi_gpu.json", arguments.gpus, arguments.budget_s)
     home = Path(tempfile.mkdtemp(prefix="multi-gpu-", dir=arguments.work))
+    report.before_giving_up = lambda: _keep_logs(home, arguments.out / "logs.tar.gz")
     try:
         for name in arguments.part or PARTS:
             PARTS[name](report, ON_GPU if real else ON_CPU, home / name, arguments.gpus or _MADE_UP).run()
     finally:
         code = report.finish()
-        for log in [*home.glob("*/engines/*/engine.log"), *home.glob("*/*.run/*.log"), *home.glob("*/*.log")]:
-            shutil.copy(log, arguments.out / f"{log.parent.name}-{log.name}")
+        report.before_giving_up()
         shutil.rmtree(home, ignore_errors=True)
     return code
+
+
+def _keep_logs(home: Path, path: Path) -> None:
+    with tarfile.open(path, "w:gz") as archive:
+        for log in home.rglob("*.log"):
+            archive.add(log, log.relative_to(home))
 
 
 if __name__ == "__main__":

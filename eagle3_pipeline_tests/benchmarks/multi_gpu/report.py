@@ -27,8 +27,8 @@ class Report:
 
     Args:
         path: the JSON file.
-        num_gpus: GPUs of the run.
-        budget_s: seconds from now.
+        num_gpus: GPUs of the run; 0: a rehearsal.
+        budget_s: seconds from now; what still runs some time later is killed, after a call of `before_giving_up`.
     """
 
     def __init__(self, path: Path, num_gpus: int, budget_s: float) -> None:
@@ -40,7 +40,8 @@ class Report:
         self.rows: list[dict[str, Any]] = []
         self.checks: list[dict[str, Any]] = []
         self.not_run: list[str] = []
-        self._facts = {
+        self.before_giving_up: Callable[[], object] = lambda: None
+        self._facts: dict[str, Any] = {
             "gpus": num_gpus,
             "gpu_names": _gpu_names(),
             "machine": machine(),
@@ -119,6 +120,7 @@ class Report:
     def _give_up(self) -> None:
         self.check("the budget is kept", False, f"{self._budget_s:.0f} s and {_GRACE_S:.0f} s are over")
         self.finish()
+        self.before_giving_up()
         for child in psutil.Process().children(recursive=True):
             child.kill()
         os._exit(3)

@@ -49,6 +49,7 @@ class Sizes:
         sequence_tokens: mean length.
         num_compared: sequences of the comparison between engines.
         num_measured: sequences of one engine's speed.
+        kimi_dtype: of the model with experts: GPU kernels of latent attention take bfloat16 only.
         disk_bytes: written to measure the disk.
         utilization: share of a GPU's memory for vLLM.
         start_s: seconds that an engine's start is expected to take.
@@ -66,6 +67,7 @@ class Sizes:
     num_compared: int
     num_measured: int
     disk_bytes: int
+    kimi_dtype: str
     utilization: float
     start_s: float
     tolerance: float
@@ -88,6 +90,7 @@ ON_GPU = Sizes(
     num_compared=50,
     num_measured=192,
     disk_bytes=2**30,
+    kimi_dtype="bfloat16",
     utilization=0.7,
     start_s=80.0,
     tolerance=0.06,
@@ -104,6 +107,7 @@ ON_CPU = Sizes(
     num_compared=6,
     num_measured=12,
     disk_bytes=2**26,
+    kimi_dtype="float32",
     utilization=0.1,
     start_s=60.0,
     tolerance=0.06,

@@ -52,7 +52,8 @@ def write(folder: Path, shape: Shape, head_only: bool) -> int:
     for first in range(0, layers, _LAYERS_A_FILE):
         numbers = range(first, min(first + _LAYERS_A_FILE, layers))
         groups.append([item for i in numbers for item in _layer(shape, i)])
-    names, total = {}, 0
+    names: dict[str, str] = {}
+    total = 0
     for number, group in enumerate(groups, 1):
         name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         tensors = {key: _draw(key, size, shape) for key, size in group}
