@@ -1,6 +1,6 @@
 """What is measured on GPUs, and the same in small to try the script on a machine without."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ _8B = Shape(4096, 14336, 32, 32, 8, 128, 128256)
 _KIMI = Shape(7168, 18432, 61, 64, 64, 128, 163840)
 TINY = Shape(128, 256, 8, 8, 8, 64, 320)
 _SMALL = DraftSize(TINY, 128, 256, 2, 8)
+# So many steps that a kill after the first one finds it at work.
+_KILLED = replace(_SMALL, steps=40)
 
 ON_GPU = Sizes(
     verifier=_8B,
@@ -96,7 +98,7 @@ ON_GPU = Sizes(
     tolerance=0.06,
     neighbour=0.12,
     draft=DraftSize(_8B, 32000, 4096, 2, 16),
-    small_draft=_SMALL,
+    small_draft=_KILLED,
     large_draft=DraftSize(_KIMI, 32000, 4096, 1, 2),
     train_s=90.0,
 )
@@ -113,7 +115,7 @@ ON_CPU = Sizes(
     tolerance=0.06,
     neighbour=0.12,
     draft=_SMALL,
-    small_draft=_SMALL,
+    small_draft=_KILLED,
     large_draft=DraftSize(TINY, 128, 256, 1, 2),
     train_s=30.0,
 )

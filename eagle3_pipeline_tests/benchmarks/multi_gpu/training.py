@@ -104,7 +104,7 @@ class Training:
             ours, theirs = _steps(found, name), _steps(expected, name)
             errors = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, theirs, strict=False)]
             same = len(ours) == len(theirs) > 0
-            passed = same and errors[0] <= first and max(errors) <= (first if exact else later)
+            passed = same and errors[0] <= (0 if exact else first) and max(errors) <= (0 if exact else later)
             self.report.check(
                 f"{what}: {name} of each step", passed, f"largest difference {max(errors, default=1):.2e}"
             )
@@ -123,7 +123,9 @@ class Training:
         self._train(specs["cut"], self.num, lambda event: told.append(str(event.get("message"))))
         resumed = [line for line in told if line.startswith("resumed at")]
         self.report.check("the second run resumes", len(resumed) == 1, resumed)
-        self._compare("killed and resumed, uninterrupted", self.home / "small-cut", self.home / "small-whole", True)
+        # Kernels of a GPU do not add in the same order every time.
+        exact = not self.report.num_gpus
+        self._compare("killed and resumed, uninterrupted", self.home / "small-cut", self.home / "small-whole", exact)
 
     def _killed(self, path: Path, environment: dict[str, str]) -> None:
         state = self.home / "small-cut" / "resume" / "state.pt"
