@@ -21,6 +21,21 @@ EventHandler = Callable[[dict[str, Any]], None]
 _TERMINATION_GRACE_S = 20.0
 LEASE_RECORDS = "EAGLE3_LEASE_RECORDS"
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_MULTICAST_OFF = {
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}
+
+
+def avoid_multicast() -> None:
+    """In a process that starts workers of several GPUs: they do without NVLink multicast, unless variables say so.
+
+    It needs a service that not every host runs.
+    """
+    for name, value in _MULTICAST_OFF.items():
+        os.environ.setdefault(name, value)
 
 
 def process_started(pid: int) -> float | None:

@@ -139,6 +139,7 @@ IRRELEVANT: list[tuple[str, str, Any]] = [
     ("evaluation", "prompts", "other.jsonl"),
     ("resources", "num_gpus", 3),
     ("resources", "tensor_parallel_size", 2),
+    ("resources", "max_engines", 4),
     ("resources", "gpu_memory_utilization", 0.5),
     ("resources", "cpu_kvcache_gib", 2.0),
     ("resources", "max_num_batched_tokens", 99),

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from eagle3_pipeline.errors import TrainingError
-from eagle3_pipeline.workers import log_tail, run_worker
+from eagle3_pipeline.workers import avoid_multicast, log_tail, run_worker
 from eagle3_pipeline_tests.store.children import REPOSITORY, wait_until
 
 Runner = Callable[..., dict[str, Any]]
@@ -178,3 +178,10 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
     path.write_bytes(b"one\ntwo\nthree \xff\n")
     assert log_tail(path, 2) == "  | two\n  | three \ufffd\n"
     assert "no log" in log_tail(tmp_path / "none")
+
+
+def test_multicast_is_off_unless_variables_say_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", {"NCCL_NVLS_ENABLE": "1"})
+    avoid_multicast()
+    assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+    assert os.environ["NCCL_NVLS_ENABLE"] == "1"

@@ -200,6 +200,9 @@ class ResourcesSpec(Section):
 
     num_gpus: int | None = execution(None, "GPUs of this machine; null: what is there; 0: one CPU slot", ge=0)
     tensor_parallel_size: int = execution(1, "GPUs that hold one verifier", ge=1)
+    max_engines: int = execution(
+        1, "equal engines side by side: one more is started while all are at work and GPUs are free", ge=1
+    )
     gpu_memory_utilization: float = execution(0.85, "share of GPU memory that vLLM takes", gt=0, le=1)
     cpu_kvcache_gib: float = execution(1.0, "KV cache on a CPU machine", gt=0)
     max_num_batched_tokens: int = execution(8192, "tokens of one engine step", ge=16)

@@ -30,15 +30,19 @@ class EngineClient:
         started: whether this client's `acquire` started the engine.
         waited_s: seconds from `acquire` to the connection: the start, or next to nothing.
         may_sample: whether the engine's smoke test found sampling plausible.
+        num_others: clients that the engine had already when this one connected.
         host: which host answers.
+        folder: the engine's state folder.
     """
 
     def __init__(self, state: EngineState) -> None:
         self.started = False
         self.waited_s = 0.0
         self.may_sample = True
+        self.num_others = 0
         self._state = state
         self.host = state.host()
+        self.folder = state.folder
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.connect(str(state.socket))

@@ -4,6 +4,7 @@ vLLM's example connector already gathers a finished request's states from the ca
 place of an open shard instead of a file each, and a record of the outcome follows. Works with vLLM 0.24 to 0.32.
 """
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class _CopyDone:
 
 
 class ShardConnector(ExampleHiddenStatesConnector):
-    """Writes `<folder>/<sequence id>` requests into `<folder>/shard-*.safetensors`."""
+    """Writes `<folder>/<sequence id>` requests into `<folder>/shard-*.safetensors`; others are not captured."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,7 +44,15 @@ class ShardConnector(ExampleHiddenStatesConnector):
         self._bytes_in_flight = 0
         self._freed = threading.Condition()
 
+    def get_finished_count(self) -> int:
+        """One rank reports a request as written. vLLM 0.24 waits for all ranks, and would never free its blocks."""
+        return 1
+
     def _submit_async_write(self, pending: Any) -> None:
+        if not os.path.dirname(pending.filename):
+            if self._is_tp_rank_zero:
+                self._req_copy_events[pending.req_id] = _CopyDone()
+            return
         if self._is_tp_rank_zero:
             self._reserve(pending.token_ids.shape[0] * self._row_bytes)
         if self._kv_cache.device.type != "cpu":

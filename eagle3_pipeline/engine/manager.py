@@ -18,7 +18,7 @@ from eagle3_pipeline.engine.client import EngineClient
 from eagle3_pipeline.engine.lease import GpuPool, Lease, end_session
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.engine.state import EngineState, read_starts
-from eagle3_pipeline.errors import EngineError, EngineStoppedError
+from eagle3_pipeline.errors import EngineError, EngineStoppedError, WriterBusyError
 from eagle3_pipeline.store import atomic
 from eagle3_pipeline.workers import log_tail
 
@@ -48,8 +48,10 @@ class EngineManager:
         self.num_gpus = num_gpus
         self.pool = GpuPool(self.pool_folder, num_gpus)
 
-    def acquire(self, spec: EngineSpec, log: Log, before_start: Callable[[], None] | None = None) -> EngineClient:
-        """A connection to an engine of this spec; starts one if none runs.
+    def acquire(
+        self, spec: EngineSpec, log: Log, before_start: Callable[[EngineSpec], None] | None = None
+    ) -> EngineClient:
+        """A connection to an engine of this spec; starts one if none runs, or all do work and it may have more.
 
         Args:
             spec: which engine.
@@ -60,8 +62,15 @@ class EngineManager:
             EngineError: it does not start; the message holds its log's tail.
         """
         asked = time.monotonic()
-        state = EngineState(self.folder / spec.engine_id)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if len(self._instances(spec)) > 1:
+            with atomic.exclusive(self.folder / f"{spec.engine_id}.choice", "choice of an engine", wait=True):
+                found = self._choose(spec)
+            if isinstance(found, EngineClient):
+                log(f"reusing the engine {spec.describe()} (pid {found.request('info')['pid']})")
+                return found
+            spec = found
+        state = EngineState(self.folder / spec.engine_id)
         # Serialises start races; waiting here is waiting for the other starter's load.
         with self._turn(spec, state, log):
             if client := _living(state):
@@ -72,7 +81,7 @@ class EngineManager:
                 client.waited_s = time.monotonic() - asked
                 return client
             if before_start:
-                before_start()
+                before_start(spec)
             client = self._start(spec, state, log)
             client.started, client.waited_s = True, time.monotonic() - asked
             client.may_sample = _may_sample(client)
@@ -84,10 +93,56 @@ class EngineManager:
         Raises:
             EngineError: it does not start; the message holds its log's tail.
         """
-        rehearsal = replace(spec, load_format="dummy")
+        rehearsal = replace(spec, load_format="dummy", max_engines=1)
         with self.acquire(rehearsal, log) as client:
             client.request("shutdown")
         _wait_gone(EngineState(self.folder / rehearsal.engine_id))
+
+    def _instances(self, spec: EngineSpec) -> list[EngineSpec]:
+        """The engines of this spec that may run at a time, as the pool allows."""
+        fit = self.num_gpus // spec.num_gpus if spec.num_gpus else 1
+        return [replace(spec, instance=i) for i in range(max(1, min(spec.max_engines, fit)))]
+
+    def _choose(self, spec: EngineSpec) -> EngineClient | EngineSpec:
+        """Of several engines: an idle one, else one to start, else the one with the fewest clients.
+
+        Whoever is sent to a start is marked as waiting for it, so that the next one who chooses sees that.
+        """
+        running: list[EngineClient] = []
+        starting: list[EngineSpec] = []
+        absent: list[EngineSpec] = []
+        for one in self._instances(spec):
+            if client := _living(EngineState(self.folder / one.engine_id)):
+                running.append(client)
+            else:
+                (starting if self._is_starting(one) else absent).append(one)
+        least = min(running, key=lambda client: client.num_others, default=None)
+        for client in running:
+            if client is not least:
+                client.close()
+        # One that fails whenever it starts is left to those who find no other.
+        sound = [one for one in absent if not read_failures(self.folder / one.engine_id).tripped]
+        may_start = bool(sound) and self._has_room(spec, starting)
+        if least and not (least.num_others and may_start):
+            return least
+        if least:
+            least.close()
+        chosen = (sound or absent)[0] if may_start or not starting else min(starting, key=self._num_waiting)
+        self._mark_waiting(chosen)
+        return chosen
+
+    def _has_room(self, spec: EngineSpec, starting: list[EngineSpec]) -> bool:
+        """Whether GPUs are free for one more engine, beside those that start and have not leased theirs yet."""
+        phases = [EngineState(self.folder / one.engine_id).read().get("phase") for one in starting]
+        promised = spec.num_gpus * sum(phase != "loading" for phase in phases)
+        return list(self.pool.holders().values()).count(None) >= promised + spec.num_gpus
+
+    def _is_starting(self, spec: EngineSpec) -> bool:
+        try:
+            with atomic.exclusive(self._start_lock(spec), "start of an engine"):
+                return self._num_waiting(spec) > 0 or EngineState(self.folder / spec.engine_id).is_alive()
+        except WriterBusyError:
+            return True
 
     @contextlib.contextmanager
     def _turn(self, spec: EngineSpec, state: EngineState, log: Log) -> Iterator[None]:
@@ -95,17 +150,15 @@ class EngineManager:
         mark = self._waiting(spec) / str(os.getpid())
 
         def waiting(_busy: str) -> None:
-            # Read by the starter: while somebody waits, its load goes on without it.
-            mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            mark.touch()
+            self._mark_waiting(spec)
             phase, since = state.read().get("phase", "starting"), state.read().get("since", time.time())
             elapsed = time.time() - since
             expected = self._expected_load_s(spec)
             log(f"waiting for another run's start of it: {_progress(phase, elapsed, elapsed, expected, state)}")
 
-        lock = self.folder / f"{spec.engine_id}.lock"
+        what = f"start of the engine {spec.describe()}"
         try:
-            with atomic.exclusive(lock, f"start of the engine {spec.describe()}", wait=True, on_wait=waiting):
+            with atomic.exclusive(self._start_lock(spec), what, wait=True, on_wait=waiting):
                 mark.unlink(missing_ok=True)
                 yield
         finally:
@@ -114,10 +167,19 @@ class EngineManager:
     def _waiting(self, spec: EngineSpec) -> Path:
         return self.folder / f"{spec.engine_id}.waiting"
 
-    def _others_wait(self, spec: EngineSpec) -> bool:
-        """Whether a living process waits for this spec's start."""
+    def _start_lock(self, spec: EngineSpec) -> Path:
+        return self.folder / f"{spec.engine_id}.lock"
+
+    def _mark_waiting(self, spec: EngineSpec) -> None:
+        """Read by the starter: while somebody waits, its load goes on without it."""
+        mark = self._waiting(spec) / str(os.getpid())
+        mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mark.touch()
+
+    def _num_waiting(self, spec: EngineSpec) -> int:
+        """How many living processes wait for this spec's start."""
         names = [path.name for path in self._waiting(spec).glob("*")]
-        return any(name.isdigit() and psutil.pid_exists(int(name)) for name in names)
+        return sum(name.isdigit() and psutil.pid_exists(int(name)) for name in names)
 
     def _require_untripped(self, spec: EngineSpec) -> None:
         failures = read_failures(self.folder / spec.engine_id)
@@ -138,16 +200,16 @@ class EngineManager:
 
     def is_running(self, spec: EngineSpec) -> bool:
         """Whether an engine of this spec is ready."""
-        state = EngineState(self.folder / spec.engine_id)
-        return state.is_alive() and state.read().get("phase") == "ready"
+        states = [EngineState(self.folder / one.engine_id) for one in self._instances(spec)]
+        return any(state.is_alive() and state.read().get("phase") == "ready" for state in states)
 
-    def died(self, spec: EngineSpec, host: str, error: EngineError) -> None:
+    def died(self, client: EngineClient, error: EngineError) -> None:
         """Tells the circuit breaker that an engine's host died at work."""
-        record_failure(self.folder / spec.engine_id, str(error), deterministic=False, host=host)
+        record_failure(client.folder, str(error), deterministic=False, host=client.host)
 
-    def worked(self, spec: EngineSpec) -> None:
+    def worked(self, client: EngineClient) -> None:
         """Tells the circuit breaker that an engine finished a job."""
-        reset_failures(self.folder / spec.engine_id)
+        reset_failures(client.folder)
 
     def _adopt(self, state: EngineState, log: Log) -> EngineClient | None:
         """Waits for a host whose starter was killed: it loads, or waits for the device, with nobody behind it."""
@@ -186,7 +248,7 @@ class EngineManager:
             return self._wait_ready(process, spec, state, log, expected_s)
         except BaseException:
             # An interrupted run takes its load along, unless others wait for it: they adopt it.
-            if not self._others_wait(spec):
+            if not self._num_waiting(spec):
                 process.terminate()
             raise
 
@@ -301,8 +363,9 @@ def _living(state: EngineState) -> EngineClient | None:
     """A connection to a host that answers and whose engine lives; one that is just dying accepts connections too."""
     with contextlib.suppress(EngineError):
         client = EngineClient(state)
-        if not client.request("info")["failed"]:
-            client.may_sample = _may_sample(client)
+        info = client.request("info")
+        if not info["failed"]:
+            client.may_sample, client.num_others = bool(info["smoke"].get("may_sample")), info["clients"] - 1
             return client
         client.close()
     return None

@@ -1,4 +1,4 @@
-"""What an engine is: two requests with equal specs share one."""
+"""What an engine is: requests with equal specs share one, or up to `max_engines`."""
 
 import json
 import os
@@ -26,6 +26,8 @@ class EngineSpec:
         draft_path: draft folder; empty: no speculative decoding.
         num_speculative_tokens: tokens drafted per step.
         num_gpus: GPUs to lease; 0: the CPU slot.
+        max_engines: most engines of this spec at a time.
+        instance: number among the engines of this spec; the manager gives it.
         gpu_memory_utilization: share of GPU memory.
         cpu_kvcache_gib: KV cache on a CPU machine.
         max_num_batched_tokens: tokens of one step.
@@ -49,6 +51,8 @@ class EngineSpec:
     draft_path: str = ""
     num_speculative_tokens: int = 0
     num_gpus: int = 0
+    max_engines: int = 1
+    instance: int = 0
     gpu_memory_utilization: float = 0.85
     cpu_kvcache_gib: float = 1.0
     max_num_batched_tokens: int = 8192
@@ -84,6 +88,8 @@ class EngineSpec:
             parts.append("with random weights")
         if self.draft_path:
             parts.append(f"with a draft of {self.num_speculative_tokens} tokens")
+        if self.instance:
+            parts.append(f"(engine {self.instance + 1} of its kind)")
         return " ".join(parts)
 
     def to_json(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from eagle3_pipeline.engine.backend import Answer, CaptureTarget
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import EngineError
+from eagle3_pipeline.workers import avoid_multicast
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "logprobs", "ignore_eos")
 
@@ -60,6 +61,8 @@ def _capture_arguments(spec: EngineSpec) -> dict[str, Any]:
             "kv_connector_module_path": "eagle3_pipeline.engine.connector",
             "kv_connector_extra_config": {
                 "allow_custom_save_path": True,
+                # Where vLLM writes the states of a request that names no path; see the connector.
+                "shared_storage_path": "",
                 "use_synchronization_lock": False,
                 "num_writer_threads": 8,
                 "row_bytes": spec.row_bytes,
@@ -73,8 +76,7 @@ def set_environment(spec: EngineSpec) -> None:
     """Variables that vLLM reads on import."""
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    avoid_multicast()
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if not spec.num_gpus:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(spec.cpu_kvcache_gib)))

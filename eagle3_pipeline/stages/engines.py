@@ -16,10 +16,10 @@ def open_engine(context: StageContext, engine: EngineSpec) -> EngineClient:
         EngineError: it does not start.
     """
 
-    def check() -> None:
-        _require([*pipeline_checks(context), *engine_checks(context, engine, context.verifier)])
+    def check(chosen: EngineSpec) -> None:
+        _require([*pipeline_checks(context), *engine_checks(context, chosen, context.verifier)])
         if context.spec.resources.dummy_load:
-            context.engines.rehearse(engine, context.log)
+            context.engines.rehearse(chosen, context.log)
 
     return context.engines.acquire(engine, context.log, before_start=check)
 

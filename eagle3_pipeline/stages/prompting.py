@@ -69,9 +69,9 @@ def run_prompts(
         try:
             counts = client.generate(job, ProgressLog(context.log, batch.what))
         except EngineDiedError as error:
-            context.engines.died(engine, client.host, error)
+            context.engines.died(client, error)
             raise
-        context.engines.worked(engine)
+        context.engines.worked(client)
     elapsed = max(counts["elapsed_s"], 1e-9)
     speed = {
         "engine_s": counts["elapsed_s"],

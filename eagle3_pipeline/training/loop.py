@@ -321,4 +321,7 @@ def train(job: Job, emit: Emit) -> dict[str, Any]:
     Raises:
         TrainingError: an input is wrong, the loss diverged, or the exported draft is not what vLLM loads.
     """
-    return Trainer(job, emit).run()
+    trainer = Trainer(job, emit)
+    result = trainer.run()
+    trainer.ranks.leave()
+    return result

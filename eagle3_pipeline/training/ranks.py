@@ -41,6 +41,11 @@ class Ranks:
             distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
         return cls(distributed.get_rank(), world)
 
+    def leave(self) -> None:
+        """At the end: a rank that exits with the group's threads running may abort, and torchrun then ends all."""
+        if self.world > 1:
+            distributed.destroy_process_group()
+
     @property
     def is_first(self) -> bool:
         """Whether this process reports and writes."""

@@ -6,14 +6,13 @@
 import argparse
 import importlib
 import json
-import os
-import platform
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
 from eagle3_pipeline_tests.benchmarks import backfill, capture, engine, orchestration, scale
+from eagle3_pipeline_tests.benchmarks.machine import machine
 
 PARTS = {
     "capture": capture.run,
@@ -23,13 +22,6 @@ PARTS = {
     "engine": engine.run,
     "backfill": backfill.run,
 }
-
-
-def machine() -> str:
-    """Processor and cores."""
-    with open("/proc/cpuinfo") as file:
-        model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "unknown")
-    return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
 def main() -> None:

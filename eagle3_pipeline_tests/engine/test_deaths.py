@@ -40,7 +40,7 @@ def failing_clients(
             try:
                 client.generate(jobs[number])
             except EngineDiedError as error:
-                manager.died(engine_spec(), client.host, error)
+                manager.died(client, error)
                 return error
             except EngineStoppedError as error:
                 return error

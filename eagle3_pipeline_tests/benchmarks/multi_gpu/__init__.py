@@ -1,0 +1,1 @@
+"""Several GPUs of one host: leases, tensor-parallel capture, engines side by side, training. Asserts parity only."""

@@ -1,0 +1,61 @@
+"""`python -m eagle3_pipeline_tests.benchmarks.multi_gpu --gpus N --out FOLDER`: one table for N GPUs of this host.
+
+`--gpus 0` rehearses on a machine without GPUs: two made-up devices, tiny sizes, real vLLM and training on the CPU.
+Exit code 0: all checks passed. Rows and checks are in FOLDER/multi_gpu.json as soon as they are known.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from eagle3_pipeline.engine.devices import count_gpus
+from eagle3_pipeline_tests.benchmarks.multi_gpu.engines import Engines
+from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report
+from eagle3_pipeline_tests.benchmarks.multi_gpu.sizes import ON_CPU, ON_GPU
+from eagle3_pipeline_tests.benchmarks.multi_gpu.training import Training
+
+PARTS: dict[str, type[Engines] | type[Training]] = {"engines": Engines, "training": Training}
+_MADE_UP = 2
+
+
+def main() -> int:
+    """Runs the parts; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpus", type=int, required=True, help="GPUs to use, 2 or more; 0: a rehearsal on the CPU")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results and of logs")
+    parser.add_argument("--part", choices=list(PARTS), action="append", help="default: all")
+    parser.add_argument("--budget-s", type=float, default=3600.0, help="what does not fit is reported as not run")
+    parser.add_argument("--work", type=Path, help="parent of the temporary folder of models and shards")
+    arguments = parser.parse_args()
+    if arguments.gpus == 1 or arguments.gpus > count_gpus():
+        parser.error(f"--gpus {arguments.gpus}: this machine has {count_gpus()} GPUs; 2 or more, or 0")
+    real = arguments.gpus > 0
+    if not real:
+        # Two workers on one node, and none of them with more threads than there are cores.
+        os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    report = Report(arguments.out / "multi_gpu.json", arguments.gpus, arguments.budget_s)
+    home = Path(tempfile.mkdtemp(prefix="multi-gpu-", dir=arguments.work))
+    report.before_giving_up = lambda: _keep_logs(home, arguments.out / "logs.tar.gz")
+    try:
+        for name in arguments.part or PARTS:
+            PARTS[name](report, ON_GPU if real else ON_CPU, home / name, arguments.gpus or _MADE_UP).run()
+    finally:
+        code = report.finish()
+        report.before_giving_up()
+        shutil.rmtree(home, ignore_errors=True)
+    return code
+
+
+def _keep_logs(home: Path, path: Path) -> None:
+    with tarfile.open(path, "w:gz") as archive:
+        for log in home.rglob("*.log"):
+            archive.add(log, log.relative_to(home))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

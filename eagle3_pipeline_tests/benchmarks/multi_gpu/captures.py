@@ -1,0 +1,146 @@
+"""Prefills of stored sequences: what one engine is asked for, what it wrote, how two captures differ."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eagle3_pipeline.engine.client import EngineClient
+from eagle3_pipeline.engine.jobs import GenerateJob
+from eagle3_pipeline.engine.spec import EngineSpec
+from eagle3_pipeline.store.shards import (
+    HEADER_BYTES,
+    Geometry,
+    ShardRecord,
+    bf16_to_float32,
+    map_states,
+    read_index,
+    read_records,
+    seal_shards,
+    shard_name,
+)
+
+Tokens = dict[str, np.ndarray]
+Measure = Callable[[np.ndarray, np.ndarray], float]
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """What a prefill took: seconds in the engine, seconds of sealing the shards after it, their bytes."""
+
+    num_tokens: int
+    engine_s: float
+    seal_s: float = 0.0
+    num_bytes: int = 0
+    faults: tuple[str, ...] = ()
+
+
+def draw_sequences(count: int, mean_tokens: int, vocab: int, seed: int, lowest: int = 3) -> Tokens:
+    """Random ids, four fifths to six fifths of the mean length each."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(mean_tokens * 4 // 5, mean_tokens * 6 // 5 + 1, count)
+    return {f"s{seed}-{i:05d}": draw.integers(lowest, vocab, n).astype(np.int32) for i, n in enumerate(lengths)}
+
+
+def prefill(client: EngineClient, spec: EngineSpec, sequences: Tokens, folder: Path) -> Prefilled:
+    """Prefills the sequences; a capturing engine's shards are sealed."""
+    folder.mkdir(parents=True)
+    rows = [{"sequence_id": name, "input_ids": ids.tolist()} for name, ids in sequences.items()]
+    schema = pa.schema([("sequence_id", pa.string()), ("input_ids", pa.list_(pa.int32()))])
+    pq.write_table(pa.Table.from_pylist(rows, schema), folder / "prompts.parquet")
+    states = folder / "states"
+    job = GenerateJob(
+        prompts=str(folder / "prompts.parquet"),
+        journal=str(folder / "journal.jsonl"),
+        sampling={"temperature": 0.0, "max_tokens": 1},
+        capture_folder=str(states) if spec.layer_ids else "",
+    )
+    counts = client.generate(job)
+    if not spec.layer_ids:
+        return Prefilled(counts["prompt_tokens"], counts["elapsed_s"])
+    geometry = Geometry(spec.layer_ids, spec.hidden_size)
+    records = read_records(states)[0]
+    faults = _faults(states, records, sequences, geometry)
+    started = time.monotonic()
+    seal_shards(states, {r.sequence_id: r for r in records}.values(), sequences, geometry, {})
+    sealed = time.monotonic() - started
+    size = sum(path.stat().st_size for path in states.glob("shard-*"))
+    return Prefilled(counts["prompt_tokens"], counts["elapsed_s"], sealed, size, tuple(faults))
+
+
+def _faults(folder: Path, records: list[ShardRecord], sequences: Tokens, geometry: Geometry) -> list[str]:
+    """What is wrong with the records as the engine left them: each sequence once, and no byte beside theirs."""
+    found = sorted(record.sequence_id for record in records)
+    faults = [f"record of {record.sequence_id}: {record.error}" for record in records if record.error]
+    if found != sorted(sequences):
+        faults.append(f"{len(found)} records of {len(set(found))} sequences, expected {len(sequences)}")
+    shards = list(folder.glob("shard-*"))
+    expected = len(shards) * HEADER_BYTES + sum(map(len, sequences.values())) * geometry.row_bytes
+    size = sum(path.stat().st_size for path in shards)
+    if size != expected:
+        faults.append(f"{len(shards)} shards hold {size:,} bytes, expected {expected:,}")
+    return faults
+
+
+def differences(
+    found: Path, expected: Path, layer_ids: tuple[int, ...], measure: Measure
+) -> tuple[dict[int, float], float]:
+    """Largest difference of each layer over all sequences; least one of neighbouring layers.
+
+    Args:
+        found: a prefill's folder.
+        expected: another one's, of the same sequences.
+        layer_ids: of both.
+        measure: of a layer's states of one sequence [n, H].
+    """
+    one, other = _states(found / "states"), _states(expected / "states")
+    assert one.keys() == other.keys()
+    largest = dict.fromkeys(layer_ids, 0.0)
+    neighbours = []
+    for name, states in one.items():
+        for position, layer in enumerate(layer_ids):
+            error = measure(states[:, position], other[name][:, position])
+            largest[layer] = max(largest[layer], error)
+            for beside in (layer - 1, layer + 1):
+                if beside in layer_ids:
+                    neighbours.append(measure(states[:, position], other[name][:, layer_ids.index(beside)]))
+    return largest, min(neighbours)
+
+
+def disk_gib_per_s(folder: Path, num_bytes: int) -> float:
+    """Speed of writing and flushing: what sealed shards wait for in the end."""
+    block, path = np.random.default_rng(0).bytes(2**24), folder / "disk-probe"
+    started = time.monotonic()
+    with path.open("wb") as file:
+        for _ in range(num_bytes // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    elapsed = time.monotonic() - started
+    path.unlink()
+    return num_bytes / 2**30 / elapsed
+
+
+def relative(found: np.ndarray, expected: np.ndarray) -> float:
+    """Norm of the difference over the norm of the expected."""
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def quartile_relative(found: np.ndarray, expected: np.ndarray) -> float:
+    """What a quarter of the tokens stay below: where experts are chosen, rounding sends many tokens to others."""
+    errors = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    return float(np.quantile(errors, 0.25))
+
+
+def _states(folder: Path) -> dict[str, np.ndarray]:
+    """[n, A+1, H] float32 by sequence id."""
+    states = {}
+    for row in read_index(folder).to_pylist():
+        values, _ = map_states(folder / shard_name(row["shard"]))
+        states[row["sequence_id"]] = bf16_to_float32(values[row["row_start"] : row["row_start"] + row["num_tokens"]])
+    return states

@@ -1,0 +1,27 @@
+"""The connector's own decisions, without an engine."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from eagle3_pipeline.engine.connector import ShardConnector
+
+
+def _connector(rank: int) -> ShardConnector:
+    made = object.__new__(ShardConnector)
+    made._is_tp_rank_zero, made._req_copy_events = rank == 0, {}
+    made._accumulated_finished_req_ids, made._lock_fds = set(), {}
+    made._connector_metadata = None
+    return made
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_request_without_a_path_is_not_captured_and_is_done(rank: int) -> None:
+    """As many reports of a request as the engine waits for: one, of the first rank."""
+    connector = _connector(rank)
+    connector._submit_async_write(SimpleNamespace(req_id="r", filename="r.safetensors"))
+    sent, _ = connector.get_finished({"r"})
+    assert sent == ({"r"} if rank == 0 else None)
+    assert connector.get_finished_count() == 1
