@@ -1,8 +1,6 @@
 """Prefill of stored sequences and generation: a plain engine, this project, the usual client."""
 
-import json
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ _GREEDY = {"temperature": 0.0, "max_tokens": 1}
 class Capture:
     """All measurements of one GPU.
 
-    Engines that are compared start together and share the GPU, each with a part of its memory; only one of them works at a
+    Engines that are compared start together and share the GPU, each with a part of its memory; only one works at a
     time.
 
     Args:
@@ -129,7 +127,9 @@ class Capture:
             "max-num-batched-tokens": self.sizes.batch_tokens,
             "max-num-seqs": self.sizes.batch_sequences,
         }
-        return arguments | ({"gpu-memory-utilization": self.sizes.utilization} if self.num_gpus else {"enforce-eager": True})
+        return arguments | (
+            {"gpu-memory-utilization": self.sizes.utilization} if self.num_gpus else {"enforce-eager": True}
+        )
 
     def _start(self, model: str, wanted: dict[str, tuple[StageContext, dict]]) -> dict[str, Path]:
         """Starts the engines together, and warms them up; their state folders."""
@@ -139,6 +139,7 @@ class Capture:
             with _acquire(context, _engine(context, name == "capturing", changes)) as client:
                 self.report.row(model, f"start of the {name} engine", client.waited_s, "s")
                 return name, context.engines.folder
+
         with ThreadPoolExecutor(len(wanted)) as pool:
             return dict(pool.map(start, wanted))
 
@@ -156,7 +157,12 @@ class Capture:
         num_tokens = sum(len(ids) - 1 for ids in sequences.values())
         part = f"{model}, {load.mean_tokens} tokens"
         for name, context in (("plain", plain), ("capturing", ours)):
-            self._prefill(context, _engine(context, name == "capturing", changes), f"{part} warm-up", dict(list(sequences.items())[:8]))
+            self._prefill(
+                context,
+                _engine(context, name == "capturing", changes),
+                f"{part} warm-up",
+                dict(list(sequences.items())[:8]),
+            )
         without_last = {name: ids[:-1] for name, ids in sequences.items()}
         speed = self._prefill(plain, _engine(plain, False, changes), part, without_last)
         plain_speed = num_tokens / speed["engine_s"]
@@ -166,7 +172,12 @@ class Capture:
         published = num_tokens / wall_s
         self.report.row(part, "this project, engine alone", in_engine, "tok/s")
         self.report.row(part, OURS, published, "tok/s")
-        self.report.row(part, "states written", num_tokens * len(self._layers(ours)) * ours.verifier.hidden_size * 2 / wall_s / 1e9, "GB/s")
+        self.report.row(
+            part,
+            "states written",
+            num_tokens * len(self._layers(ours)) * ours.verifier.hidden_size * 2 / wall_s / 1e9,
+            "GB/s",
+        )
         self.report.row(part, "this project / plain prefill", published / plain_speed)
         if client and load.num_client:
             few = dict(list(without_last.items())[: load.num_client])
@@ -181,7 +192,9 @@ class Capture:
         states = folder / "states" if engine.layer_ids else None
         return run_prompts(context, engine, PromptBatch(what, folder, rows, _GREEDY, states))[1]
 
-    def _publish(self, context: StageContext, name: str, sequences: Tokens, changes: dict[str, Any]) -> tuple[dict[str, float], float]:
+    def _publish(
+        self, context: StageContext, name: str, sequences: Tokens, changes: dict[str, Any]
+    ) -> tuple[dict[str, float], float]:
         """Publishes sequences, then times the stage that captures them; its metrics and seconds to the manifest."""
         rows = [
             Sequence(key, key, 0, ids.tolist(), [False] + [True] * (len(ids) - 1), 1, "", "", "data")
@@ -219,7 +232,9 @@ class Capture:
         for layer, error in errors.items():
             self.report.row("parity", f"largest relative error of layer {layer}", error)
         self.report.check("captured states are those of Transformers", max(errors.values()) < _TOLERANCE, errors)
-        self.report.check("neighbouring layers are told apart", min(neighbours) > 2 * max(errors.values()), min(neighbours))
+        self.report.check(
+            "neighbouring layers are told apart", min(neighbours) > 2 * max(errors.values()), min(neighbours)
+        )
 
     def _generate(self, plain: StageContext, ours: StageContext) -> None:
         """Sampling alone, with capture in the same pass, and capture in a second pass."""
@@ -238,7 +253,9 @@ class Capture:
 
         answers, plain_s = run(plain, False)
         _, one_pass_s = run(ours, True)
-        whole = {name: np.asarray([*prompts[name][: ], *answers[name]["token_ids"]][:-1], dtype=np.int32) for name in prompts}
+        whole = {
+            name: np.asarray([*prompts[name][:], *answers[name]["token_ids"]][:-1], dtype=np.int32) for name in prompts
+        }
         second_s = self._prefill(ours, _engine(ours, True, {}), "second pass", whole)["engine_s"]
         self.report.row("generation", "plain", new / plain_s, "new tok/s")
         self.report.row("generation", "with capture in the same pass", new / one_pass_s, "new tok/s")
