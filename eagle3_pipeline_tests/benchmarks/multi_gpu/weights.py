@@ -29,7 +29,7 @@ def start(folder: Path, shape: Shape, head_only: bool) -> subprocess.Popen:
 
 
 def write(folder: Path, shape: Shape, head_only: bool) -> int:
-    """Writes config and weights; returns bytes. Every layer changes the residual visibly."""
+    """Writes config and weights; returns bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     LlamaConfig(
         architectures=["LlamaForCausalLM"],
@@ -89,8 +89,14 @@ def _draw(name: str, size: tuple[int, ...], shape: Shape) -> torch.Tensor:
     if len(size) == 1:
         return torch.ones(size, dtype=torch.bfloat16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # Projections of normed inputs then have about unit variance, so each layer adds as much as the first one did.
-    drawn = torch.randn(size, device=device, dtype=torch.bfloat16) * (1.3 / shape.hidden**0.5)
+    # Projections of normed inputs have about unit variance. A layer adds a quarter of what the residual starts with:
+    # enough to tell neighbouring layers apart, and not so much that 32 layers amplify rounding to what a layer does.
+    scale = 1.3 / shape.hidden**0.5
+    if "embed_tokens" in name:
+        scale = 1.0
+    elif "o_proj" in name or "down_proj" in name:
+        scale /= 8
+    drawn = torch.randn(size, device=device, dtype=torch.bfloat16) * scale
     return drawn.cpu()
 
 
