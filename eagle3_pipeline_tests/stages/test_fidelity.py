@@ -10,7 +10,7 @@ import pytest
 
 from eagle3_pipeline.errors import CaptureError
 from eagle3_pipeline.stages.fidelity import check_states
-from eagle3_pipeline.store.shards import Geometry, ShardAppender, bf16_to_float32, seal_shards
+from eagle3_pipeline.store.shards import Geometry, ShardAppender, bf16_to_float32, read_index, seal_shards
 
 GEOMETRY = Geometry((2, 5, 8), 16)
 LENGTHS = {"s0": 6, "s1": 9, "s2": 3, "s3": 5}
@@ -67,6 +67,18 @@ def test_sequences_longer_than_a_block_of_rows_pass_and_are_checked_to_the_end(t
     damaged = Capture(tmp_path / "damaged", {"long": bits}, capture.tokens)
     with pytest.raises(CaptureError, match="sequence long: the states of layer 5 are not finite at position 4999"):
         damaged.check(damaged.seal())
+
+
+def test_the_variance_of_many_rows_is_estimated_from_some_of_all_parts(tmp_path: Path) -> None:
+    # A layer that varies in one sequence of many only: 1 in half of its values.
+    bits = np.full((40_000, 3, 16), ONE, dtype=np.uint16)
+    bits[30_000:40_000, 1, ::2] = 0x4000  # 2.0
+    capture = Capture(tmp_path, {"long": bits}, {"long": np.arange(40_000, dtype=np.int32)})
+    with pytest.raises(CaptureError, match="layer 2 have variance 0 over the chunk"):
+        capture.check(capture.seal())
+    found = check_states(tmp_path, read_index(tmp_path), capture.tokens, GEOMETRY, 0.0, "c")
+    # An eighth of the values is 2, the others are 1: 1/8 x 7/8.
+    assert found["layer_5_variance"] == pytest.approx(7 / 64, rel=0.01)
 
 
 @pytest.mark.parametrize("bits", [NAN, 0x7F80, 0xFF80], ids=["nan", "inf", "-inf"])
