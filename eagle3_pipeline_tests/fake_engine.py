@@ -102,6 +102,11 @@ class FakeCoreDeadError(Exception):
     """As vLLM's `EngineDeadError`: none of ours, and raised by every request from then on."""
 
 
+async def _wait_for_ever(_server: asyncio.base_events.Server) -> None:
+    """As in Python 3.12 while a connection stays open."""
+    await asyncio.Event().wait()
+
+
 class FakeBackend:
     """Implements `Backend`."""
 
@@ -121,6 +126,8 @@ class FakeBackend:
         self._counters: dict[str, Any] = {}
 
     async def start(self, spec: EngineSpec) -> None:
+        if os.environ.get("EAGLE3_FAKE_WAIT_CLOSED"):
+            asyncio.base_events.Server.wait_closed = _wait_for_ever  # type: ignore[method-assign]
         """Waits as a load would."""
         if os.environ.get("EAGLE3_FAKE_CORE"):
             self._core = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL)

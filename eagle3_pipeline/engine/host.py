@@ -70,23 +70,19 @@ class Host:
         self._idle_since = time.monotonic()
         self._ready = {"phase": "ready", "load_s": load_s, "smoke": self._smoke}
         logger.info("ready after %.1f s: %s", load_s, self._spec.describe())
-        async with server:
+        try:
             await self._watch()
+        finally:
+            # Without waiting for its connections to end, as Python 3.12 would: clients of a busy engine keep theirs.
+            server.close()
         if self._backend.failed():
             raise EngineDiedError("the engine's core died")
 
     async def _load(self) -> None:
-        """Loads the model. vLLM blocks the loop while it loads, so signals and the time limit act from outside."""
-
-        def abandon(reason: str, code: int) -> None:
-            logger.error("%s while loading; giving up", reason)
-            self._state.close(code)
-            os.killpg(os.getpgrp(), signal.SIGKILL)
-
-        for number in _STOP_SIGNALS:
-            signal.signal(number, lambda received, _frame: abandon(signal.Signals(received).name, 0))
+        """Loads the model. vLLM blocks the loop while it loads, so the time limit acts from outside."""
         limit = self._spec.start_timeout_s
-        timer = threading.Timer(limit, abandon, [f"resources.start_timeout_s ({limit:.0f} s) is over", 1])
+        reason = f"resources.start_timeout_s ({limit:.0f} s) is over"
+        timer = threading.Timer(limit, _abandon, [self._state, reason, 1])
         timer.daemon = True
         timer.start()
         try:
@@ -189,6 +185,13 @@ class Host:
             self._idle_since = time.monotonic()
 
 
+def _abandon(state: EngineState, reason: str, code: int) -> None:
+    """Ends a host that does not serve yet, and all that it started."""
+    logger.error("%s while loading; giving up", reason)
+    state.close(code)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
 def load_backend(name: str) -> Backend:
     """Instantiates `module:Class`."""
     module, _, class_name = name.partition(":")
@@ -215,6 +218,8 @@ def main() -> None:
     state = EngineState(arguments.state)
     spec = state.spec()
     state.claim()
+    for number in _STOP_SIGNALS:
+        signal.signal(number, lambda received, _frame: _abandon(state, signal.Signals(received).name, 0))
     start_reaper(state.session())
     pool = GpuPool(arguments.pool, arguments.pool_gpus)
     backend = load_backend(spec.backend)

@@ -44,6 +44,16 @@ def _listens(state: EngineState) -> bool:
         return probe.connect_ex(str(state.socket)) == 0
 
 
+def test_a_stopped_host_does_not_wait_for_the_connections_of_others(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE3_FAKE_WAIT_CLOSED", "1")
+    manager, spec = EngineManager(home, 0), engine_spec()
+    with manager.acquire(spec, _quiet), manager.acquire(spec, _quiet) as client:
+        client.request("shutdown")
+        wait_until(lambda: not _state(manager, spec).is_alive(), 10)
+
+
 def test_three_clients_at_once_share_one_start(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE3_FAKE_LOAD_S", "0.5")
     spec, together = engine_spec(), threading.Barrier(3)

@@ -61,7 +61,8 @@ def check_devices(report: Report, state: EngineState) -> None:
     environments = [_environment(pid) for pid in _session(found["pid"]) if pid != found["pid"]]
     seen = {e["CUDA_VISIBLE_DEVICES"] for e in environments if "CUDA_VISIBLE_DEVICES" in e}
     report.check("CUDA_VISIBLE_DEVICES of its processes", seen == {",".join(map(str, gpus))}, seen)
-    workers = [e for e in environments if "CUDA_VISIBLE_DEVICES" in e]
+    # A process that gave itself a title wrote it over a part of this.
+    workers = [e for e in environments if "CUDA_VISIBLE_DEVICES" in e and "PATH" in e]
     settings = {tuple(e.get(name) for name in _VARIABLES) for e in workers}
     report.check(f"{', '.join(_VARIABLES)} of its processes", settings == {_EXPECTED}, settings)
     if memory := gpu_memory():
