@@ -43,7 +43,7 @@ _VISION, _VISION_INNER, _PATCH, _GRID = 32, 64, 14, 4
 _FILES = Path(__file__).parent / "kimi_files"
 
 
-def make_tiny_kimi(folder: Path, seed: int = 0, dtype: str = "float32") -> Path:
+def make_tiny_kimi(folder: Path, seed: int = 0, dtype: str = "float32", steady: bool = False) -> Path:
     """Saves the model with its tokenizer; weights large enough that every layer changes the residual visibly.
 
     Two tensor-parallel ranks can share it, and vLLM from 0.24 on reads it.
@@ -52,10 +52,12 @@ def make_tiny_kimi(folder: Path, seed: int = 0, dtype: str = "float32") -> Path:
         folder: made if it does not exist.
         seed: of the weights.
         dtype: of the weights.
+        steady: every token goes to the same experts of a layer. In bf16 rounding changes the experts of many tokens
+            otherwise, and states are no longer comparable.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config(dtype))
-    _write_weights(folder, seed, dtype)
+    _write_weights(folder, seed, dtype, steady)
     _write_tokenizer(folder)
     return folder
 
@@ -197,7 +199,7 @@ def _vision() -> Shapes:
         yield f"{norm}.bias", (_VISION,)
 
 
-def _write_weights(folder: Path, seed: int, dtype: str) -> None:
+def _write_weights(folder: Path, seed: int, dtype: str, steady: bool) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -209,7 +211,7 @@ def _write_weights(folder: Path, seed: int, dtype: str) -> None:
     total = 0
     for number, shapes in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {name: _draw(name, shape, generator).to(getattr(torch, dtype)) for name, shape in shapes}
+        tensors = {name: _draw(name, shape, generator, steady).to(getattr(torch, dtype)) for name, shape in shapes}
         if HEAD_TENSORS[0] in tensors:
             # No text holds an image's place; Transformers replaces the token on its way in.
             tensors[HEAD_TENSORS[0]][TOKEN_IDS["<|media_pad|>"]] = 0
@@ -220,11 +222,14 @@ def _write_weights(folder: Path, seed: int, dtype: str) -> None:
     _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _draw(name: str, shape: tuple[int, ...], generator: Any) -> Any:
+def _draw(name: str, shape: tuple[int, ...], generator: Any, steady: bool) -> Any:
     import torch
 
     if "norm" in name:
         return torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
+    if steady and name.endswith("e_score_correction_bias"):
+        # The scores that it is added to lie between 0 and 1.
+        return torch.randperm(shape[0], generator=generator).float()
     if name.endswith("bias"):
         return 0.05 * torch.randn(shape, generator=generator)
     # Keeps the size of what goes through; a position's embedding is no larger than what a layer adds to it.

@@ -17,6 +17,8 @@ from eagle3_pipeline.training.draft_model import VerifierWeights, VocabMap, buil
 from eagle3_pipeline.training.export import check_export, check_tensors, expected_tensors
 from eagle3_pipeline.training.job import Job
 
+# What speculators does with the vocabulary map has no effect without memory.
+pytestmark = pytest.mark.filterwarnings("ignore:for (t2d|d2t). copying from a non-meta")
 # config.json of the verifier: what a draft could depend on.
 KIMI_K25: dict[str, Any] = {
     "architectures": ["KimiK25ForConditionalGeneration"],
