@@ -127,7 +127,7 @@ class FakeBackend:
 
     async def start(self, spec: EngineSpec) -> None:
         if os.environ.get("EAGLE3_FAKE_WAIT_CLOSED"):
-            asyncio.base_events.Server.wait_closed = _wait_for_ever  # type: ignore[method-assign]
+            asyncio.base_events.Server.wait_closed = _wait_for_ever  # type: ignore[assignment, method-assign]
         """Waits as a load would."""
         if os.environ.get("EAGLE3_FAKE_CORE"):
             self._core = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL)

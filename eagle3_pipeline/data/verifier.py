@@ -15,6 +15,7 @@ from eagle3_pipeline.store.shards import Geometry
 _WHOLE_FILE_BYTES = 64 * 2**20
 _SAMPLE_BYTES = 1 << 20
 _NUM_SAMPLES = 16
+_EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 _IDENTITY_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".py", ".txt", ".tiktoken")
 
 
@@ -32,6 +33,7 @@ class Verifier:
         weight_bytes: bytes of all weight files.
         kv_bytes_per_token: bytes of a token in the attention cache of all layers, at 2 bytes a value.
         architecture: class name from the config.
+        has_experts: whether tokens are sent to experts, by scores that rounding can turn over.
     """
 
     path: str
@@ -43,6 +45,7 @@ class Verifier:
     weight_bytes: int
     kv_bytes_per_token: int
     architecture: str
+    has_experts: bool = False
 
     def geometry(self, capture: CaptureSpec) -> Geometry:
         """Layers to capture: the aux layers in ascending order, then the last layer before the final norm.
@@ -119,6 +122,7 @@ def _inspect(folder: Path) -> Verifier:
         weight_bytes=sum(path.stat().st_size for path in weights),
         kv_bytes_per_token=_kv_bytes_per_token(text),
         architecture=(config.get("architectures") or ["unknown"])[0],
+        has_experts=any(text.get(key) for key in _EXPERT_KEYS),
     )
 
 

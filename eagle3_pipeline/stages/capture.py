@@ -144,7 +144,8 @@ def check_alone(
         raise CaptureError(f"{where}: sequence {chosen} was not captured when it was sent alone")
     geometry = context.verifier.geometry(context.spec.capture)
     seal_shards(alone / "states", records.values(), single, geometry, {})
-    difference = _difference(states_of(folder, chosen), states_of(alone / "states", chosen))
+    both = states_of(folder, chosen), states_of(alone / "states", chosen)
+    difference = (_median_difference if context.verifier.has_experts else _difference)(*both)
     shutil.rmtree(alone)
     worst = int(difference.argmax())
     if difference[worst] > tolerance:
@@ -166,3 +167,8 @@ def states_of(folder: Path, sequence_id: str) -> np.ndarray:
 def _difference(batched: np.ndarray, alone: np.ndarray) -> np.ndarray:
     """Relative difference of each layer [A+1]."""
     return np.linalg.norm(batched - alone, axis=(0, 2)) / np.linalg.norm(alone, axis=(0, 2))
+
+
+def _median_difference(batched: np.ndarray, alone: np.ndarray) -> np.ndarray:
+    """Of each layer [A+1], the median of its rows: a few tokens that rounding sends to other experts are no fault."""
+    return np.median(np.linalg.norm(batched - alone, axis=2) / np.linalg.norm(alone, axis=2), axis=0)

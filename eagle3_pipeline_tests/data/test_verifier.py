@@ -181,3 +181,10 @@ def test_a_verifier_too_small_for_the_default_layers_is_refused(folder: Path) ->
     (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 4}))
     with pytest.raises(ConfigError, match=r"capture\.aux_layer_ids \[2, 2, 1\]"):
         _resolve(folder).geometry(CaptureSpec())
+
+
+@pytest.mark.parametrize("key", ["n_routed_experts", "num_experts", "num_local_experts"])
+def test_experts_are_known_by_the_names_that_models_give_them(folder: Path, key: str) -> None:
+    assert not _resolve(folder).has_experts
+    (folder / "config.json").write_text(json.dumps({"text_config": {**CONFIG, key: 8}}))
+    assert _resolve(folder).has_experts

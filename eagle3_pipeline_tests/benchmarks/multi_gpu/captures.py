@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from eagle3_pipeline.store.shards import (
 )
 
 Tokens = dict[str, np.ndarray]
-Measure = Callable[[np.ndarray, np.ndarray], float]
 
 
 @dataclass(frozen=True)
@@ -87,16 +85,13 @@ def _faults(folder: Path, records: list[ShardRecord], sequences: Tokens, geometr
     return faults
 
 
-def differences(
-    found: Path, expected: Path, layer_ids: tuple[int, ...], measure: Measure
-) -> tuple[dict[int, float], float]:
+def differences(found: Path, expected: Path, layer_ids: tuple[int, ...]) -> tuple[dict[int, float], float]:
     """Largest difference of each layer over all sequences; least one of neighbouring layers.
 
     Args:
         found: a prefill's folder.
         expected: another one's, of the same sequences.
         layer_ids: of both.
-        measure: of a layer's states of one sequence [n, H].
     """
     one, other = _states(found / "states"), _states(expected / "states")
     assert one.keys() == other.keys()
@@ -104,11 +99,11 @@ def differences(
     neighbours = []
     for name, states in one.items():
         for position, layer in enumerate(layer_ids):
-            error = measure(states[:, position], other[name][:, position])
+            error = relative(states[:, position], other[name][:, position])
             largest[layer] = max(largest[layer], error)
             for beside in (layer - 1, layer + 1):
                 if beside in layer_ids:
-                    neighbours.append(measure(states[:, position], other[name][:, layer_ids.index(beside)]))
+                    neighbours.append(relative(states[:, position], other[name][:, layer_ids.index(beside)]))
     return largest, min(neighbours)
 
 
@@ -129,12 +124,6 @@ def disk_gib_per_s(folder: Path, num_bytes: int) -> float:
 def relative(found: np.ndarray, expected: np.ndarray) -> float:
     """Norm of the difference over the norm of the expected."""
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-
-
-def quartile_relative(found: np.ndarray, expected: np.ndarray) -> float:
-    """What a quarter of the tokens stay below: where experts are chosen, rounding sends many tokens to others."""
-    errors = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
-    return float(np.quantile(errors, 0.25))
 
 
 def _states(folder: Path) -> dict[str, np.ndarray]:

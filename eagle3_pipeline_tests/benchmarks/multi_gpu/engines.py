@@ -15,14 +15,11 @@ from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.engine.state import EngineState
 from eagle3_pipeline_tests.benchmarks.multi_gpu import leases, weights
 from eagle3_pipeline_tests.benchmarks.multi_gpu.captures import (
-    Measure,
     Tokens,
     differences,
     disk_gib_per_s,
     draw_sequences,
     prefill,
-    quartile_relative,
-    relative,
 )
 from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report
 from eagle3_pipeline_tests.benchmarks.multi_gpu.sizes import Sizes
@@ -174,7 +171,8 @@ class Engines:
         except ImportError:
             self.report.skip("tiny Kimi", "there is no eagle3_pipeline_tests/tiny_kimi.py")
             return False
-        make_tiny_kimi(self.home / _KIMI)
+        # With experts that rounding chooses anew, states of two engines could not be compared.
+        make_tiny_kimi(self.home / _KIMI, dtype=self.sizes.kimi_dtype, steady=True)
         return True
 
     def _kimi(self, gpus: int) -> None:
@@ -185,7 +183,7 @@ class Engines:
             self._capture(client, spec, sequences, f"kimi-{gpus}")
         if gpus == 1 and (self.home / f"kimi-{self.num}" / "states").exists():
             what = f"tiny Kimi: TP={self.num} against TP=1"
-            self._compare(f"kimi-{self.num}", "kimi-1", what, spec.layer_ids, quartile_relative)
+            self._compare(f"kimi-{self.num}", "kimi-1", what, spec.layer_ids)
 
     def _kimi_value(self, name: str) -> int:
         return json.loads((self.home / _KIMI / "config.json").read_text())["text_config"][name]
@@ -201,11 +199,9 @@ class Engines:
                 f"{name}: every sequence is recorded once", not made.faults, made.faults or len(sequences)
             )
 
-    def _compare(
-        self, found: str, expected: str, what: str, layers: tuple[int, ...] = (), measure: Measure = relative
-    ) -> None:
+    def _compare(self, found: str, expected: str, what: str, layers: tuple[int, ...] = ()) -> None:
         layers = layers or self.sizes.layer_ids
-        largest, neighbour = differences(self.home / found, self.home / expected, layers, measure)
+        largest, neighbour = differences(self.home / found, self.home / expected, layers)
         told = {layer: round(value, 5) for layer, value in largest.items()}
         self.report.check(f"{what}: states are equal within bf16", max(largest.values()) < self.sizes.tolerance, told)
         limit = max(self.sizes.neighbour, 3 * max(largest.values()))
