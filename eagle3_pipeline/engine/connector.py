@@ -45,8 +45,16 @@ class ShardConnector(ExampleHiddenStatesConnector):
         self._freed = threading.Condition()
 
     def get_finished_count(self) -> int:
-        """One rank reports a request as written. vLLM 0.24 waits for all ranks, and would never free its blocks."""
+        """How many ranks report a request as copied: the one that copies it."""
         return 1
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose states are copied out of the cache, so that their blocks are free.
+
+        With vLLM 0.24 the other ranks report a request at once, while the first one still reads its blocks.
+        """
+        sent, received = super().get_finished(finished_req_ids)
+        return (sent if self._is_tp_rank_zero else None), received
 
     def _submit_async_write(self, pending: Any) -> None:
         if not os.path.dirname(pending.filename):

@@ -25,3 +25,11 @@ def test_a_request_without_a_path_is_not_captured_and_is_done(rank: int) -> None
     sent, _ = connector.get_finished({"r"})
     assert sent == ({"r"} if rank == 0 else None)
     assert connector.get_finished_count() == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_rank_that_copies_reports_a_request(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.24's connector reports on every rank, and on those that copy nothing before the copy is done."""
+    parent = ShardConnector.__mro__[1]
+    monkeypatch.setattr(parent, "get_finished", lambda _self, ids: (ids, None))
+    assert _connector(rank).get_finished({"r"}) == ({"r"} if rank == 0 else None, None)

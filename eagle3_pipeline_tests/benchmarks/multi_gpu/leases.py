@@ -1,5 +1,6 @@
 """Leases of all GPUs and of one, asked for at once; what an engine's processes see; a killed holder."""
 
+import contextlib
 import json
 import os
 import signal
@@ -58,11 +59,10 @@ def check_devices(report: Report, state: EngineState) -> None:
     """An engine's processes see the GPUs that it leased and no others: by their environment, and by NVML."""
     found = state.read()
     gpus = found["gpus"]
-    environments = [_environment(pid) for pid in _session(found["pid"]) if pid != found["pid"]]
+    environments = [_environment(pid) for pid in _session(found["pid"]) if pid != found["pid"] and not _has_title(pid)]
     seen = {e["CUDA_VISIBLE_DEVICES"] for e in environments if "CUDA_VISIBLE_DEVICES" in e}
     report.check("CUDA_VISIBLE_DEVICES of its processes", seen == {",".join(map(str, gpus))}, seen)
-    # A process that gave itself a title wrote it over a part of this.
-    workers = [e for e in environments if "CUDA_VISIBLE_DEVICES" in e and "PATH" in e]
+    workers = [e for e in environments if "CUDA_VISIBLE_DEVICES" in e]
     settings = {tuple(e.get(name) for name in _VARIABLES) for e in workers}
     report.check(f"{', '.join(_VARIABLES)} of its processes", settings == {_EXPECTED}, settings)
     if memory := gpu_memory():
@@ -112,6 +112,13 @@ def _session(leader: int) -> list[int]:
         except (ProcessLookupError, PermissionError):
             continue
     return found
+
+
+def _has_title(pid: int) -> bool:
+    """Whether a process of vLLM gave itself a title: that is written over a part of its environment."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).cmdline()[:1] != [] and psutil.Process(pid).cmdline()[0].startswith("VLLM::")
+    return True
 
 
 def _environment(pid: int) -> dict[str, str]:
