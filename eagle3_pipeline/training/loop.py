@@ -24,6 +24,7 @@ from eagle3_pipeline.training.job import Job
 from eagle3_pipeline.training.metrics import MetricsLog
 from eagle3_pipeline.training.noise import add_noise
 from eagle3_pipeline.training.optim import learning_rate, make_optimizers, set_learning_rate
+from eagle3_pipeline.training.prefetch import read_ahead
 from eagle3_pipeline.training.prepare import Bench, Emit, peak_memory_bytes, prepare
 from eagle3_pipeline.training.probe import probe_step
 from eagle3_pipeline.training.progress import Group, Progress, supervised_mask
@@ -111,7 +112,7 @@ class Trainer:
         starts = range(first, end, self.spec.accumulate)
         mine = [start + i for start, numbers in zip(starts, dealt, strict=True) for i in numbers]
         self.batches.select(self.progress.epoch, mine)
-        batches = iter(self.train_loader)
+        batches = read_ahead(self.train_loader)
         for size, numbers in zip(sizes, dealt, strict=True):
             started = time.monotonic()
             group = Group(size, numbers, [next(batches) for _ in numbers])
@@ -184,7 +185,7 @@ class Trainer:
         self.model.eval()
         meter, sums, tokens = AcceptanceMeter(self.spec.ttt_steps), dict[str, float](), 0
         choose = None if self._choices else self.bench.verifier_choice()
-        for number, cpu_batch in enumerate(self.val_loader):
+        for number, cpu_batch in enumerate(read_ahead(self.val_loader)):
             batch = self.bench.to_device(cpu_batch)
             if choose:
                 # The verifier's choices do not depend on the draft: computed once.

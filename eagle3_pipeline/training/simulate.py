@@ -8,6 +8,7 @@ import torch
 from eagle3_pipeline.training.acceptance import AcceptanceMeter
 from eagle3_pipeline.training.export import check_export
 from eagle3_pipeline.training.job import Job
+from eagle3_pipeline.training.prefetch import read_ahead
 from eagle3_pipeline.training.prepare import Emit, prepare
 
 
@@ -30,7 +31,7 @@ def simulate(job: Job, emit: Emit) -> dict[str, Any]:
     choose = bench.verifier_choice()
     meter = AcceptanceMeter(job.num_steps)
     started, num_tokens = time.monotonic(), 0
-    for cpu_batch in loader:
+    for cpu_batch in read_ahead(loader):
         batch = bench.to_device(cpu_batch)
         with torch.autocast(bench.device.type, torch.bfloat16):
             draft_tokens = model(

@@ -84,7 +84,8 @@ class Report:
             return work()
         except Exception as error:  # the next part may still tell something
             traceback.print_exc()
-            self.check(f"{what} runs", False, f"{type(error).__name__}: {error}")
+            # Logs that follow hold paths of the machine; they were printed.
+            self.check(f"{what} runs", False, f"{type(error).__name__}: {str(error).splitlines()[0]}")
             return None
         finally:
             self.row("seconds", what, time.monotonic() - started, "s")
