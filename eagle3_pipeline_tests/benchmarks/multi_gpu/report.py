@@ -85,7 +85,7 @@ class Report:
         except Exception as error:  # the next part may still tell something
             traceback.print_exc()
             # Logs that follow hold paths of the machine; they were printed.
-            self.check(f"{what} runs", False, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            self.check(f"{what} runs", False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
             return None
         finally:
             self.row("seconds", what, time.monotonic() - started, "s")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -42,7 +43,9 @@ class UsualClient:
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {"shared_storage_path": str(folder / "staged")},
         }
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(self._port)]
+        # What `vllm serve` runs; its command line wants a package of that very name.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--host", "127.0.0.1", "--port", str(self._port), "--skip-tokenizer-init"]
         command += ["--no-enable-prefix-caching", "--speculative-config", json.dumps(speculative)]
         command += ["--kv-transfer-config", json.dumps(transfer)]
         for name, value in arguments.items():
@@ -67,7 +70,7 @@ class UsualClient:
         raise RuntimeError(f"vllm serve is not ready: {(self._folder / 'server.log').read_text()[-1500:]}")
 
     def capture(self, name: str, sequences: Tokens, concurrency: int) -> float:
-        """Captures the sequences; seconds of the client, its start included."""
+        """Captures the sequences; seconds by the client's own clock, without its start."""
         import datasets
 
         data, output = self._folder / f"{name}-data", self._folder / f"{name}-states"
@@ -76,18 +79,22 @@ class UsualClient:
             "loss_mask": [np.ones(len(ids), dtype=np.int64).tolist() for ids in sequences.values()],
             "seq_len": [len(ids) for ids in sequences.values()],
         }
-        datasets.Dataset.from_dict(rows).save_to_disk(str(data))
+        dataset = datasets.Dataset.from_dict(rows)
+        dataset.set_format("torch")
+        dataset.save_to_disk(str(data))
         command = [sys.executable, "-m", "speculators", "generate-offline-data", "--preprocessed-data", str(data)]
         command += ["--endpoint", f"http://127.0.0.1:{self._port}/v1", "--output", str(output)]
         command += ["--concurrency", str(concurrency), "--fail-on-error"]
-        started = time.monotonic()
-        with (self._folder / f"{name}.log").open("w") as log:
+        path = self._folder / f"{name}.log"
+        with path.open("w") as log:
             subprocess.run(command, check=True, stdout=log, stderr=log)
-        elapsed = time.monotonic() - started
         found = len(list(output.glob("hs_*.safetensors")))
         if found != len(sequences):
             raise RuntimeError(f"the usual client wrote {found} of {len(sequences)} files")
-        return elapsed
+        elapsed = re.search(r"Timing: ([\d.]+)s elapsed", path.read_text())
+        if elapsed is None:
+            raise RuntimeError(f"the usual client did not say how long it took: {path.read_text()[-500:]}")
+        return float(elapsed.group(1))
 
     def stop(self) -> None:
         """Ends the server and its workers."""
