@@ -5,6 +5,7 @@ known. Weights are random: speed does not depend on them.
 """
 
 import argparse
+import os
 import shutil
 import sys
 import tarfile
@@ -24,6 +25,8 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=3600.0, help="what does not fit is reported as not run")
     parser.add_argument("--work", type=Path, help="parent of the temporary folder of models and shards")
     arguments = parser.parse_args()
+    if arguments.rehearse:
+        os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     arguments.out.mkdir(parents=True, exist_ok=True)
     report = Report(arguments.out / "one_gpu.json", 0 if arguments.rehearse else 1, arguments.budget_s)
     home = Path(tempfile.mkdtemp(prefix="one-gpu-", dir=arguments.work))

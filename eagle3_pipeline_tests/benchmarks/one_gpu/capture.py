@@ -217,7 +217,9 @@ class Capture:
         import torch
         from transformers import AutoModelForCausalLM
 
-        sequences = draw_sequences(self.sizes.num_compared, 100, context.verifier.vocab_size, 1)
+        sequences = draw_sequences(
+            self.sizes.num_compared, self.sizes.small_loads[0].mean_tokens, context.verifier.vocab_size, 1
+        )
         self._publish(context, "parity", sequences, {})
         found = captured_states(context.upstream(ids.HIDDEN_STATES, digest("parity")))
         model = AutoModelForCausalLM.from_pretrained(self.home / "small", dtype=torch.float32)

@@ -70,7 +70,8 @@ ON_GPU = Sizes(
 ON_CPU = Sizes(
     small=TINY,
     large=TINY,
-    small_loads=(Load(48, 40, 10),),
+    # vLLM's own connector copies on a CUDA stream.
+    small_loads=(Load(48, 40, 0),),
     large_loads=(Load(48, 40, 0),),
     num_compared=4,
     num_prompts=8,
