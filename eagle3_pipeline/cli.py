@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from tabulate import tabulate
 
 from eagle3_pipeline.config import PipelineSpec, enabled_pipelines, find_pipeline, pipeline_files, project_home
 from eagle3_pipeline.engine.state import EngineState
-from eagle3_pipeline.errors import ConfigError, Eagle3Error
-from eagle3_pipeline.planning import Plan, PlanRow, outlook_table
+from eagle3_pipeline.errors import ConfigError, Eagle3Error, StaleInputError
+from eagle3_pipeline.planning import Plan, PlanRow, outlook_table, outlooks
 from eagle3_pipeline.planning import plan as make_plan
 from eagle3_pipeline.stages.context import StageContext
 
@@ -98,7 +99,7 @@ def plan(
     context = StageContext(spec)
     stated = "assumptions" in spec.model_fields_set
     if samples or tokens_per_sample:
-        click.echo(_outlook(context, samples or tuple(spec.assumptions.samples), tokens_per_sample))
+        click.echo(_outlook(context, samples or tuple(spec.assumptions.samples), tokens_per_sample, as_json))
         return
     try:
         context.find_verifier(offline=True)
@@ -106,6 +107,10 @@ def plan(
         if stated and not as_json:
             click.echo(_outlook(context, tuple(spec.assumptions.samples), None) + "\n")
         raise
+    try:
+        context.registry.require_synced(spec)
+    except StaleInputError as error:
+        click.secho(f"{error}\n", fg="yellow", err=True)
     result = _with_failures(spec, make_plan(context))
     keys = sorted({row.chunk for row in result.rows if row.chunk})
     if why not in (None, "all", *keys):
@@ -121,11 +126,18 @@ def plan(
             click.echo("\n" + _outlook(context, tuple(spec.assumptions.samples), None))
 
 
-def _outlook(context: StageContext, sizes: tuple[int, ...], tokens_per_sample: int | None) -> str:
+def _outlook(
+    context: StageContext, sizes: tuple[int, ...], tokens_per_sample: int | None, as_json: bool = False
+) -> str:
     try:
         verifier = context.find_verifier(offline=True)
     except ConfigError:
+        if context.spec.assumptions.hidden_size is None:
+            raise
         verifier = None
+    if as_json:
+        found = outlooks(context.spec, verifier, sizes, tokens_per_sample)
+        return json.dumps([asdict(one) for one in found], indent=2)
     return outlook_table(context.spec, verifier, sizes, tokens_per_sample)
 
 

@@ -1,5 +1,6 @@
 """Pipeline files: what is refused and how it is said."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +234,27 @@ def test_the_reference_run_is_as_published() -> None:
     assert (draft.rope_theta, draft.rms_norm_eps, draft.max_position_embeddings) == (1e6, 1e-6, 262144)
     assert (spec.resources.num_gpus, spec.resources.tensor_parallel_size) == (8, 8)
     assert (spec.verifier.trust_remote_code, spec.verifier.stop_tokens) == (True, ["<|im_end|>"])
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "message"),
+    [
+        ("assumptions", {"samples": [0]}, "assumptions.samples.0"),
+        ("assumptions", {"samples": []}, "assumptions.samples"),
+        ("dataset", {"filters": {"min_chars": 10, "max_chars": 5}}, "max_chars 5 is below min_chars 10"),
+        ("dataset", {"filters": {"languages": []}}, "an empty list of languages or sources allows nothing"),
+        ("dataset", {"columns": {"prompt": ""}}, "dataset.columns.prompt"),
+    ],
+)
+def test_values_that_cannot_be_meant_are_refused(tmp_path: Path, section: str, value: dict, message: str) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(yaml.safe_dump(edit(section, **value)))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_pipeline(path)
+
+
+def test_a_key_that_is_written_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("verifier: {model: m}\ndataset: {path: a}\ndataset: {path: b}\n")
+    with pytest.raises(ConfigError, match="written twice: dataset"):
+        load_pipeline(path)

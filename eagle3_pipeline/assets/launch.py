@@ -1,7 +1,11 @@
 """Runs what a plan asks for: in this process, or by the daemon of the running instance."""
 
+import contextlib
 import os
-from collections.abc import Callable, Collection
+import signal
+import socket
+import threading
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -77,6 +81,10 @@ class InProcess:
 
     def run(self, spec: PipelineSpec, work: list[Work]) -> None:
         """Executes them in order."""
+        with _caught_signals() as interrupted:
+            self._run(spec, work, interrupted)
+
+    def _run(self, spec: PipelineSpec, work: list[Work], interrupted: Callable[[], bool]) -> None:
         failures: list[str] = []
         job = self._definitions.resolve_job_def(job_name(spec, UPDATE))
         for number, item in enumerate(work, 1):
@@ -90,13 +98,43 @@ class InProcess:
                 raise_on_error=False,
             )
             if not result.success:
-                reason, interrupted = _failure(result)
+                reason, was_stopped = _failure(result)
                 failures.append(f"run {result.run_id} ({item.text}) failed: {reason}")
-                if interrupted:
+                if was_stopped:
                     break
                 self._log(f"{spec.name}: {failures[-1]}")
+            if interrupted():
+                raise Eagle3Error(f"{spec.name}: interrupted after {item.text}; run it again, and it continues")
         if failures:
             raise Eagle3Error(f"{spec.name}: {len(failures)} of {len(work)} runs failed; first: {failures[0]}")
+
+
+@contextlib.contextmanager
+def _caught_signals() -> Iterator[Callable[[], bool]]:
+    """Whether somebody wants this process to end.
+
+    Dagster takes SIGINT and SIGTERM while it executes a run, and forgets those that come between steps.
+    """
+    received, sent = socket.socketpair()
+    with received, sent:
+        received.setblocking(False)
+        sent.setblocking(False)
+        before = signal.set_wakeup_fd(sent.fileno(), warn_on_full_buffer=False) if _is_main_thread() else None
+
+        def interrupted() -> bool:
+            with contextlib.suppress(BlockingIOError):
+                return any(number in (signal.SIGINT, signal.SIGTERM) for number in received.recv(4096))
+            return False
+
+        try:
+            yield interrupted
+        finally:
+            if before is not None:
+                signal.set_wakeup_fd(before)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def choose_runner(
@@ -152,6 +190,7 @@ def materialise_stale(spec: PipelineSpec, runner: Runner, log: Log, selection: S
     """
     context, selection = StageContext(spec, log), selection or Selection()
     context.all_chunks()
+    context.registry.require_synced(spec)
     _check_evaluation(context, selection.plan(plan(context)))
     # An instance that lost its partitions, or never had them, gets them back.
     publish_chunks(runner.instance, spec, context.registry.chunks(), log)

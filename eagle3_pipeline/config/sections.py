@@ -1,9 +1,9 @@
 """The sections of a pipeline file."""
 
 import zoneinfo
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator, model_validator
 
 from eagle3_pipeline.config.fields import Section, execution, locator, semantic
 
@@ -22,16 +22,16 @@ class VerifierSpec(Section):
 class ColumnsSpec(Section):
     """Names of the columns that rows are read from. `a.b` is key b of the object in column a."""
 
-    conversations: str = semantic("conversations", "sharegpt: list of {from, value} turns")
-    messages: str = semantic("messages", "messages: list of {role, content} turns")
-    prompt: str = semantic("prompt", "prompt_response and prompt: the user's text")
-    response: str = semantic("response", "prompt_response: the answer")
-    instruction: str = semantic("instruction", "alpaca: the user's text")
-    input: str = semantic("input", "alpaca: what the instruction is about; appended to it")
-    output: str = semantic("output", "alpaca: the answer")
-    system: str = semantic("system", "system prompt, beside every format but messages and sharegpt")
-    source: str = semantic("source", "where the row comes from, for filters.sources")
-    language: str = semantic("language", "the row's language, for filters.languages")
+    conversations: str = semantic("conversations", "sharegpt: list of {from, value} turns", min_length=1)
+    messages: str = semantic("messages", "messages: list of {role, content} turns", min_length=1)
+    prompt: str = semantic("prompt", "prompt_response and prompt: the user's text", min_length=1)
+    response: str = semantic("response", "prompt_response: the answer", min_length=1)
+    instruction: str = semantic("instruction", "alpaca: the user's text", min_length=1)
+    input: str = semantic("input", "alpaca: what the instruction is about; appended to it", min_length=1)
+    output: str = semantic("output", "alpaca: the answer", min_length=1)
+    system: str = semantic("system", "system prompt, beside every format but messages and sharegpt", min_length=1)
+    source: str = semantic("source", "where the row comes from, for filters.sources", min_length=1)
+    language: str = semantic("language", "the row's language, for filters.languages", min_length=1)
 
 
 class FiltersSpec(Section):
@@ -45,6 +45,14 @@ class FiltersSpec(Section):
     min_chars: int = semantic(0, "reject conversations with fewer characters in all turns", ge=0)
     max_chars: int | None = semantic(None, "reject conversations with more characters in all turns; null: any", ge=1)
     max_turns: int | None = semantic(None, "reject conversations with more turns; null: any", ge=1)
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> "FiltersSpec":
+        if self.max_chars is not None and self.max_chars < self.min_chars:
+            raise ValueError(f"max_chars {self.max_chars} is below min_chars {self.min_chars}")
+        if self.languages == [] or self.sources == []:
+            raise ValueError("an empty list of languages or sources allows nothing; null allows all")
+        return self
 
 
 class DatasetSpec(Section):
@@ -243,7 +251,9 @@ class AssumptionsSpec(Section):
     prompt_tokens_per_sample: int = execution(
         200, "tokens of a sample besides its answer, which may be as long as generation.max_new_tokens", ge=1
     )
-    samples: list[int] = execution([1000, 100_000, 1_000_000], "sizes for which `eagle3 plan` prints the whole cost")
+    samples: list[Annotated[int, Field(ge=1)]] = execution(
+        [1000, 100_000, 1_000_000], "sizes for which `eagle3 plan` prints the whole cost", min_length=1
+    )
     load_s: float | None = execution(None, "time of one load of the verifier", gt=0)
     generation_tokens_per_s: float | None = execution(None, "sampled tokens per second of one engine", gt=0)
     capture_tokens_per_s: float | None = execution(None, "prefilled tokens per second of one engine", gt=0)

@@ -5,7 +5,7 @@ from typing import Any
 import pyarrow as pa
 
 from eagle3_pipeline.config import DatasetSpec
-from eagle3_pipeline.data.filters import check_length, check_row
+from eagle3_pipeline.data.filters import check_language, check_length, check_row
 from eagle3_pipeline.data.rejection import Rejection
 from eagle3_pipeline.data.row_formats import read_turns
 from eagle3_pipeline.store.fingerprint import digest
@@ -37,9 +37,15 @@ def normalise(row: dict[str, Any], spec: DatasetSpec) -> list[Message] | Rejecti
 
     Args:
         row: the decoded row.
-        spec: its format, columns and filters. The filter on the detected language is not applied here.
+        spec: its format, columns and filters.
+
+    Raises:
+        ConfigError: a language that cannot be detected is asked for.
     """
-    turns = check_row(row, spec) or read_turns(row, spec)
+    try:
+        turns = check_row(row, spec) or read_turns(row, spec)
+    except RecursionError:
+        return Rejection("wrong_shape", "values are nested too deeply")
     if isinstance(turns, Rejection):
         return turns
     messages: list[Message] = []
@@ -48,7 +54,8 @@ def normalise(row: dict[str, Any], spec: DatasetSpec) -> list[Message] | Rejecti
         if problem:
             return problem
         messages.append({"role": _ROLES[turn.role.strip().lower()], "content": turn.content})
-    return _check_order(messages) or check_length(messages, spec.filters) or messages
+    problem = _check_order(messages) or check_length(messages, spec.filters) or check_language(row, messages, spec)
+    return problem or messages
 
 
 def _check_turn(position: int, role: Any, content: Any) -> Rejection | None:

@@ -1,6 +1,7 @@
 """Keeps evaluation prompts out of the training data."""
 
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 
 from eagle3_pipeline.data.rejection import Rejection
@@ -51,7 +52,7 @@ def _overlap(position: int, how: str, prompt: str) -> Rejection:
 
 
 def _words(text: str) -> list[str]:
-    return _WORD.findall(text.casefold())
+    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 def _ngrams(words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -14,9 +14,9 @@ import numpy as np
 
 from eagle3_pipeline.config import DatasetSpec, PipelineSpec
 from eagle3_pipeline.data.conversations import conversation_id, normalise
-from eagle3_pipeline.data.seen_sources import ID_BYTES, UNUSABLE, SeenSources
+from eagle3_pipeline.data.seen_sources import ID_BYTES, UNUSABLE, SeenSources, read_otherwise
 from eagle3_pipeline.data.sources import RawRow, read_rows
-from eagle3_pipeline.errors import DataError, StoreError
+from eagle3_pipeline.errors import DataError, StaleInputError, StoreError
 from eagle3_pipeline.store import atomic
 from eagle3_pipeline.store.fingerprint import digest
 
@@ -125,6 +125,18 @@ class ChunkRegistry:
             if line.startswith(start):
                 return self._parse([line])[0]
         raise StoreError(f"chunk {key} is not in {self._path}; run eagle3 sync-chunks")
+
+    def require_synced(self, spec: PipelineSpec) -> None:
+        """Which rows are duplicates was decided with the settings of the last sync; others ask for another one.
+
+        Raises:
+            StaleInputError: settings of `dataset` changed since.
+        """
+        if read_otherwise(self._folder / SEEN_NAME, spec.dataset):
+            raise StaleInputError(
+                f"{spec.name}: keys of `dataset` (path, format, columns, filters, ...) changed since the chunks were "
+                f"registered; run eagle3 sync-chunks {spec.name}"
+            )
 
     def _parse(self, lines: list[bytes]) -> list[Chunk]:
         try:

@@ -71,6 +71,9 @@ def _chat(row: dict[str, Any], spec: DatasetSpec, name: str) -> list[Turn] | Rej
             return Rejection("empty", f"{column_name} has no turns")
         if all(isinstance(turn, dict) and role in turn for turn in turns):
             return _read_chat(turns, role, content, spec.tool_turns)
+        if all(isinstance(turn, dict) for turn in turns) and any(role in turn for turn in turns):
+            position = next(i for i, turn in enumerate(turns) if role not in turn)
+            return Rejection("wrong_shape", f"turn {position} has no {role}")
     return None
 
 
@@ -142,7 +145,8 @@ def _alpaca(row: dict[str, Any], spec: DatasetSpec, _name: str) -> list[Turn] | 
 def _single(row: dict[str, Any], columns: ColumnsSpec, prompt: Any, answer: Any) -> list[Turn]:
     """System prompt, user, and the answer if there is one; a blank answer is none."""
     system = column(row, columns.system)
-    turns = [Turn("system", system)] if system else []
+    is_blank = system is None or (isinstance(system, str) and not system.strip())
+    turns = [] if is_blank else [Turn("system", system)]
     turns.append(Turn("user", prompt))
     if answer is not None and not (isinstance(answer, str) and not answer.strip()):
         turns.append(Turn("assistant", answer))

@@ -56,7 +56,7 @@ class SeenSources:
         Raises:
             DataError: the source cannot be found.
         """
-        seen = cls(path, digest(spec.model_dump(mode="json", exclude={"min_yield", "decontaminate"})), _stamps(spec))
+        seen = cls(path, _reader_id(spec), _stamps(spec))
         try:
             table = pq.read_table(path)
         except (OSError, pa.ArrowException):
@@ -112,6 +112,19 @@ class SeenSources:
         buffer = io.BytesIO()
         pq.write_table(table, buffer)
         atomic.write_bytes(self._path, buffer.getvalue())
+
+
+def read_otherwise(path: Path, spec: DatasetSpec) -> bool:
+    """Whether the last sync, whose notes lie at `path`, read the source with other settings than these."""
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except (OSError, pa.ArrowException):
+        return False
+    return metadata.get(_READER) != _reader_id(spec).encode()
+
+
+def _reader_id(spec: DatasetSpec) -> str:
+    return digest(spec.model_dump(mode="json", exclude={"min_yield", "decontaminate"}))
 
 
 def _stamps(spec: DatasetSpec) -> dict[str, str]:

@@ -79,11 +79,12 @@ def read_rows(
         if spec.source == "huggingface":
             yield from _huggingface_rows(spec, start, count)
         elif file.endswith(".parquet"):
-            yield from _parquet_rows(Path(file), start, count)
+            yield from _parquet_rows(Path(file), start, count, spec.max_row_bytes)
         else:
             yield from _jsonl_rows(Path(file), start, byte_start, count, spec.max_row_bytes)
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {file}: {error}") from error
+        gone = "; if it was moved or removed, run eagle3 sync-chunks" if isinstance(error, FileNotFoundError) else ""
+        raise DataError(f"cannot read {file}: {error}{gone}") from error
 
 
 def _jsonl_rows(path: Path, number: int, byte_start: int, count: int | None, limit: int) -> Iterator[RawRow]:
@@ -92,30 +93,30 @@ def _jsonl_rows(path: Path, number: int, byte_start: int, count: int | None, lim
         stream.seek(byte_start)
         while end is None or number < end:
             line_start = stream.tell()
-            line, digest = _read_line(stream, limit)
+            line, head, digest = _read_line(stream, limit)
             if digest is None:
                 return
             value, reason = (None, "row_too_long") if line is None else _decode(line)
-            raw = "" if line is None else line[:_RAW_LIMIT].decode("utf-8", "replace")
-            yield RawRow(number, line_start, value, reason, raw, digest)
+            yield RawRow(number, line_start, value, reason, head.decode("utf-8", "replace"), digest)
             number += 1
 
 
-def _read_line(stream: Any, limit: int) -> tuple[bytes | None, bytes | None]:
-    """The next line (`None` if longer than `limit`) and its digest (`None` at the end of the file)."""
+def _read_line(stream: Any, limit: int) -> tuple[bytes | None, bytes, bytes | None]:
+    """The next line (`None` if longer than `limit`), its beginning, and its digest (`None` at the end of the file)."""
     hasher = hashlib.blake2b(digest_size=16)
     parts: list[bytes] = []
-    size = 0
+    size, head = 0, b""
     while block := stream.readline(_BLOCK_BYTES):
         hasher.update(block.rstrip(b"\r\n") if block.endswith(b"\n") else block)
+        head = head or block[:_RAW_LIMIT]
         size += len(block)
         if size <= limit:
             parts.append(block)
         if block.endswith(b"\n"):
             break
     if not size:
-        return None, None
-    return (b"".join(parts) if size <= limit else None), hasher.digest()
+        return None, head, None
+    return (b"".join(parts) if size <= limit else None), head, hasher.digest()
 
 
 def _decode(line: bytes) -> tuple[dict[str, Any] | None, str]:
@@ -142,10 +143,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _parquet_rows(path: Path, start: int, count: int | None) -> Iterator[RawRow]:
+def _parquet_rows(path: Path, start: int, count: int | None, limit: int) -> Iterator[RawRow]:
     try:
         file = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:
+        _require_content_error(error)
         # One file that is no Parquet must not hide the others: it is a row that is rejected.
         if start == 0 and count != 0:
             yield _unreadable(0, "unreadable_file", f"{path.stat().st_size} bytes: {error}")
@@ -160,24 +162,36 @@ def _parquet_rows(path: Path, start: int, count: int | None) -> Iterator[RawRow]
                 for batch in file.iter_batches(batch_size=1024, row_groups=[group]):
                     for value in _batch_values(batch):
                         if start <= position < end:
-                            yield _table_row(position, value)
+                            yield _table_row(position, value, limit)
                         position += 1
             except (pa.ArrowException, OSError) as error:
+                _require_content_error(error)
                 for broken in range(max(start, position), min(end, number + size)):
                     yield _unreadable(broken, "unreadable_row", f"row group {group}: {error}")
         number += size
 
 
-def _batch_values(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
-    """Rows of a batch; a row with text that is not UTF-8 is an error of its own."""
+def _require_content_error(error: Exception) -> None:
+    """Raises an error of the file system. Arrow calls damaged contents an OSError, too, but without a number."""
+    if isinstance(error, OSError) and error.errno:
+        raise error
+
+
+def _batch_values(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | Exception]:
+    """Rows of a batch; a row with a value that Python does not know (invalid text, a year 300,000) is an error."""
     try:
-        yield from batch.to_pylist()
-    except UnicodeDecodeError:
-        for i in range(batch.num_rows):
-            try:
-                yield batch.slice(i, 1).to_pylist()[0]
-            except UnicodeDecodeError as error:
-                yield error
+        values = batch.to_pylist()
+    except Exception:  # each kind of value has its own
+        values = None
+    if values is not None:
+        yield from values
+        return
+    for i in range(batch.num_rows):
+        try:
+            value = batch.slice(i, 1).to_pylist()[0]
+        except Exception as error:  # as above
+            value = error
+        yield value
 
 
 def _unreadable(number: int, reason: str, detail: str) -> RawRow:
@@ -189,7 +203,11 @@ def _huggingface_rows(spec: DatasetSpec, start: int, count: int | None) -> Itera
     data = open_huggingface(spec)
     end = len(data) if count is None else min(start + count, len(data))
     for number in range(start, end):
-        yield _table_row(number, data[number])
+        try:
+            value = data[number]
+        except Exception as error:  # as of a Parquet file's values
+            value = error
+        yield _table_row(number, value, spec.max_row_bytes)
 
 
 def open_huggingface(spec: DatasetSpec) -> Any:
@@ -210,11 +228,15 @@ def open_huggingface(spec: DatasetSpec) -> Any:
         raise DataError(f"cannot load the Hugging Face data set {path!r} (split {spec.split!r}): {error}") from error
 
 
-def _table_row(number: int, value: dict[str, Any] | UnicodeDecodeError) -> RawRow:
+def _table_row(number: int, value: dict[str, Any] | Exception, limit: int) -> RawRow:
     if isinstance(value, UnicodeDecodeError):
         return _unreadable(number, "invalid_text", f"{value}: {value.object[:_RAW_LIMIT]!r}")
+    if isinstance(value, Exception):
+        return _unreadable(number, "unreadable_row", f"{type(value).__name__}: {value}")
     raw = canonical_json(_plain(value))
     digest = hashlib.blake2b(raw, digest_size=16).digest()
+    if len(raw) > limit:
+        return RawRow(number, 0, None, "row_too_long", raw[:_RAW_LIMIT].decode("utf-8", "replace"), digest)
     return RawRow(number, 0, value, "", raw[:_RAW_LIMIT].decode("utf-8", "replace"), digest)
 
 

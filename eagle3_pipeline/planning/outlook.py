@@ -110,6 +110,14 @@ def _gpu_hours(engine: Sequence[float | None], training: float | None, num_gpus:
     return (sum(known) * num_gpus + training) / 3600
 
 
+def outlooks(
+    spec: PipelineSpec, verifier: Verifier | None, sizes: Sequence[int], tokens_each: int | None = None
+) -> list[Outlook]:
+    """One for each size; arguments and errors as of `outlook_table`."""
+    each, per_token = tokens_each or tokens_per_sample(spec), row_bytes(spec, verifier)[0]
+    return [outlook(spec, size, size * each, per_token) for size in sizes]
+
+
 def outlook_table(
     spec: PipelineSpec, verifier: Verifier | None, sizes: Sequence[int], tokens_each: int | None = None
 ) -> str:
@@ -126,7 +134,7 @@ def outlook_table(
     """
     per_token, layers, hidden_size = row_bytes(spec, verifier)
     each = tokens_each or tokens_per_sample(spec)
-    found = [outlook(spec, size, size * each, per_token) for size in sizes]
+    found = outlooks(spec, verifier, sizes, tokens_each)
     assumed, gpus = spec.assumptions, spec.resources.tensor_parallel_size
     one_pass = spec.generation.mode == "regenerate" and spec.generation.one_pass != "never"
     rows = [

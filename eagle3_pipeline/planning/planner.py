@@ -1,5 +1,6 @@
 """Compares the pipeline's settings and chunks with the store."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ class _Planner:
         chunks = [c for c in context.registry.chunks_with_work() if self._chunk(c, generations, states)]
         prompts = read_prompt_bytes(spec.evaluation.prompts)
         baseline = self._check(ids.baseline_identity(spec, context.verifier, prompts), None)
-        self._tail(len(chunks), generations, states, baseline)
+        self._tail(len(chunks), generations, states, baseline, hashlib.sha256(prompts).hexdigest())
         if len(states) < len(chunks) and enough_fresh(spec, len(states), len(chunks)):
             self._left_out = tuple(chunk.key for chunk in chunks if chunk.key not in states)
         rows = sorted(self._rows, key=lambda row: (_ORDER[row.stage], row.chunk))
@@ -58,8 +59,9 @@ class _Planner:
             Whether there is anything to train on, as far as is known.
         """
         spec, verifier, key = self._context.spec, self._context.verifier, chunk.key
-        self._work_ids[key] = self._work_id(ids.CHUNK_STAGES, chunk.content_id)
-        dataset = self._check(ids.dataset_identity(spec, chunk, self._context.decontamination.content_id), chunk)
+        looked_for = self._context.decontamination.content_id
+        self._work_ids[key] = self._work_id(ids.CHUNK_STAGES, [chunk.content_id, looked_for])
+        dataset = self._check(ids.dataset_identity(spec, chunk, looked_for), chunk)
         made = None
         if dataset is not None and is_empty(dataset.manifest):
             return False
@@ -83,11 +85,12 @@ class _Planner:
         generations: Mapping[str, _Made],
         states: Mapping[str, str],
         baseline: Artifact | None,
+        prompts: str,
     ) -> None:
         spec, verifier = self._context.spec, self._context.verifier
         sequences = {key: made.content_id for key, made in generations.items()}
         counts = {key: made.token_counts for key, made in generations.items()}
-        self._work_ids[""] = self._work_id(ids.TAIL_STAGES, [sequences, states])
+        self._work_ids[""] = self._work_id(ids.TAIL_STAGES, [sequences, states, prompts])
         vocab = checkpoint = evaluation = None
         if not enough_fresh(spec, len(generations), num_chunks):
             self._pending(ids.VOCAB_MAP, "", _waits(ids.SYNTHETIC_GENERATIONS, len(generations), num_chunks))

@@ -13,7 +13,6 @@ from eagle3_pipeline.data.conversations import (
     conversation_id,
     normalise,
 )
-from eagle3_pipeline.data.filters import check_language
 from eagle3_pipeline.data.registry import Chunk
 from eagle3_pipeline.data.rejection import Rejection, describe
 from eagle3_pipeline.data.sources import RawRow, read_rows
@@ -33,7 +32,9 @@ def materialise_dataset(context: StageContext, chunk_key: str) -> StageResult:
 
     Raises:
         DataError: the file changed since the last sync, is unreadable, or too few of its rows are usable.
+        StaleInputError: settings of `dataset` changed since the last sync.
     """
+    context.registry.require_synced(context.spec)
     chunk = context.registry.chunk(chunk_key)
     identity = ids.dataset_identity(context.spec, chunk, context.decontamination.content_id)
     return context.materialise(identity, chunk_key, lambda writer: _produce(context, chunk, identity, writer))
@@ -98,9 +99,20 @@ def _outcome(context: StageContext, row: RawRow, is_duplicate: bool) -> list[dic
     if is_duplicate:
         return Rejection("duplicate", "an earlier row of the source has the same content")
     if row.value is None:
-        return Rejection(row.reason, f"row {row.number} is not a usable JSON object")
-    spec = context.spec.dataset
-    messages = normalise(row.value, spec)
+        return Rejection(row.reason, _unread(row, context.spec.dataset.max_row_bytes))
+    messages = normalise(row.value, context.spec.dataset)
     if isinstance(messages, Rejection):
         return messages
-    return check_language(row.value, messages, spec) or context.decontamination.check(messages) or messages
+    return context.decontamination.check(messages) or messages
+
+
+def _unread(row: RawRow, max_row_bytes: int) -> str:
+    """Why a row has no value."""
+    details = {
+        "empty": "the line is blank",
+        "bad_json": "the line is no JSON in UTF-8",
+        "not_an_object": "the line is JSON, but no object",
+        "duplicate_key": "an object names a key twice",
+        "row_too_long": f"longer than dataset.max_row_bytes ({max_row_bytes:,})",
+    }
+    return details.get(row.reason, row.raw[:300])

@@ -192,7 +192,8 @@ def _write_sequences(
     if len(sequences) < needed:
         raise DataError(
             f"{where}: {len(sequences)} of {num_turns} turns give a training sequence, generation.min_yield asks for "
-            f"{context.spec.generation.min_yield:.0%}; rejected: {describe(reasons)}; all of them: "
+            f"{context.spec.generation.min_yield:.0%}, at least one; rejected: {describe(reasons)}; first: "
+            f"{rejected[0].rejection.detail if rejected else 'none'}; all of them: "
             f"{context.keep_rejected(identity, rejections)}"
         )
     context.log(

@@ -2,17 +2,21 @@
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 from dagster import DagsterRunStatus
 from dagster._daemon.types import DaemonHeartbeat
+from dagster._utils.interrupts import capture_interrupts
 
 from eagle3_pipeline.assets import launch
 from eagle3_pipeline.assets.daemon import ThroughDaemon, daemon_runs
+from eagle3_pipeline.assets.work import Work
 from eagle3_pipeline.cli import main
 from eagle3_pipeline.definitions import build_definitions
 from eagle3_pipeline.errors import Eagle3Error, StaleInputError
@@ -258,3 +262,35 @@ def test_a_daemon_that_died_is_not_waited_for(pipeline: Pipeline, monkeypatch: p
     runner = ThroughDaemon(pipeline.instance, print)
     with pytest.raises(Eagle3Error, match="the Dagster daemon does not live any more; 1 of 1 runs wait for it"):
         runner._wait(pipeline.spec, [run.run_id])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_dagster_forgets_ends_the_runs(pipeline: Pipeline, number: signal.Signals) -> None:
+    """Between two steps Dagster takes it and does nothing."""
+    runs = []
+
+    class Job:
+        def execute_in_process(self, **arguments: object) -> SimpleNamespace:
+            runs.append(arguments["partition_key"])
+            with capture_interrupts():
+                os.kill(os.getpid(), number)
+            return SimpleNamespace(success=True)
+
+    definitions = SimpleNamespace(resolve_job_def=lambda _name: Job())
+    runner = launch.InProcess(definitions, pipeline.instance, print)  # type: ignore[arg-type]
+    work = [Work((ids.DATASET,), chunk, "w") for chunk in (FIRST, SECOND)]
+    with pytest.raises(Eagle3Error, match=f"interrupted after dataset of chunk {FIRST}; run it again"):
+        runner.run(pipeline.spec, work)
+    assert runs == [FIRST]
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_settings_of_the_source_that_changed_since_the_sync_are_told_before_anything_runs(pipeline: Pipeline) -> None:
+    materialise(pipeline)
+    pipeline.configure(dataset={"tool_turns": "text"})
+    with pytest.raises(StaleInputError, match="run eagle3 sync-chunks fake"):
+        materialise(pipeline)
+    result = command("plan", "fake")
+    assert result.exit_code == 0 and "run eagle3 sync-chunks fake" in result.output
+    pipeline.sync()
+    materialise(pipeline)

@@ -73,6 +73,14 @@ def test_a_language_that_cannot_be_detected_is_a_config_error() -> None:
         check_language({}, talk("hello"), spec(filters={"languages": ["English"]}))
 
 
+def test_a_row_that_another_language_rejects_hides_no_later_one_of_the_same_conversation() -> None:
+    french = "Bonjour, pouvez-vous m'expliquer comment fonctionne un moteur ?"
+    wanted = spec(filters={"languages": ["en"]})
+    found = normalise({"prompt": french}, wanted)
+    assert isinstance(found, Rejection) and found.reason == "filtered_language"
+    assert normalise({"prompt": french, "language": "en"}, wanted) == talk(french)
+
+
 # --- decontamination --------------------------------------------------------------------------------------------------
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
@@ -97,6 +105,7 @@ CHINESE = "请用简单的语言解释相对论的基本思想"
         (CHINESE, talk(f"老师说:{CHINESE}。"), True),
         (CHINESE, talk("请解释量子力学的基本思想好吗谢谢你"), False),
         ("Straße", talk("STRASSE"), True),
+        ("Où est le café?", talk("Ou\u0300 est le cafe\u0301 ?"), True),  # accents apart
     ],
 )
 def test_evaluation_prompts_are_found(prompt: str, conversation: list, found: bool) -> None:

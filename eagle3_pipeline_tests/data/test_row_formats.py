@@ -156,3 +156,30 @@ def test_null_tool_calls_are_none() -> None:
         {"role": "assistant", "content": "a", "tool_calls": []},
     ]
     assert normalise({"messages": turns}, spec()) == talk("q", "a")
+
+
+def test_a_turn_without_a_role_is_named() -> None:
+    assert normalise({"messages": [{"role": "user", "content": "q"}, {"content": "a"}]}, spec()) == Rejection(
+        "wrong_shape", "turn 1 has no role"
+    )
+
+
+@pytest.mark.parametrize("system", [None, "", " \n"])
+def test_a_blank_system_prompt_is_none(system: str | None) -> None:
+    assert normalise({"prompt": "q", "system": system}, spec()) == talk("q")
+
+
+@pytest.mark.parametrize("system", [0, False, [], {"text": "s"}])
+def test_a_system_prompt_of_another_type_is_rejected(system: Any) -> None:
+    found = normalise({"prompt": "q", "system": system}, spec())
+    assert isinstance(found, Rejection) and found.detail.startswith("turn 0 has content of type")
+
+
+def test_calls_that_are_nested_too_deeply_are_rejected() -> None:
+    deep: Any = 1
+    for _ in range(5000):
+        deep = [deep]
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": deep}]
+    assert normalise({"messages": turns}, spec(tool_turns="text")) == Rejection(
+        "wrong_shape", "values are nested too deeply"
+    )

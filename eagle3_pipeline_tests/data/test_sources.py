@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import tracemalloc
 from pathlib import Path
 
@@ -150,6 +151,53 @@ def test_rows_of_a_damaged_row_group_are_rejected_and_the_others_are_read(source
     assert [row.number for row in read_rows(make_spec().dataset, str(path), start=15, count=10)] == list(range(15, 25))
 
 
+def test_any_damage_of_a_parquet_file_gives_rows_or_rejections(source: Path, make_spec: SpecMaker) -> None:
+    path, rng = source / "a.parquet", random.Random(0)
+    pq.write_table(pa.table({"prompt": [f"p{i}" for i in range(200)]}), path, row_group_size=50)
+    good = path.read_bytes()
+    reasons = set()
+    for _ in range(300):
+        data = bytearray(good)
+        for _ in range(rng.choice([1, 4, 40])):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        path.write_bytes(data)
+        reasons |= {row.reason for row in read_rows(make_spec().dataset, str(path))}
+    assert {"", "unreadable_file"} <= reasons <= {"", "unreadable_file", "unreadable_row", "invalid_text"}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        pa.array([1, 2**62, 3], pa.timestamp("us")),
+        pa.array([1, 2**31 - 1, 3], pa.date32()),
+        pa.array([1, 2**62, 3], pa.timestamp("us", tz="Nowhere/Else")),
+    ],
+    ids=["timestamp", "date", "time zone"],
+)
+def test_rows_with_values_that_python_does_not_know_are_rejected_alone(
+    source: Path, make_spec: SpecMaker, odd: pa.Array
+) -> None:
+    pq.write_table(pa.table({"prompt": ["a", "b", "c"], "at": odd}), source / "a.parquet")
+    rows = list(read_rows(make_spec().dataset, str(source / "a.parquet")))
+    assert [row.number for row in rows] == [0, 1, 2]
+    assert rows[1].reason == "unreadable_row" and rows[1].raw
+    assert {row.reason for row in rows} <= {"", "unreadable_row"}
+
+
+def test_the_longest_row_is_a_setting_for_tables_too(source: Path, make_spec: SpecMaker) -> None:
+    pq.write_table(pa.table({"prompt": ["short", "x" * 200]}), source / "a.parquet")
+    first, second = read_rows(make_spec(max_row_bytes=100).dataset, str(source / "a.parquet"))
+    assert first.value == {"prompt": "short"}
+    assert (second.value, second.reason, second.raw[:13]) == (None, "row_too_long", '{"prompt":"xx')
+
+
+def test_of_a_line_that_is_too_long_the_beginning_is_kept(source: Path, make_spec: SpecMaker) -> None:
+    (source / "a.jsonl").write_text('{"prompt": "' + "x" * 200 + '"}\n{"prompt": "y"}\n')
+    first, second = read_rows(make_spec(max_row_bytes=100).dataset, str(source / "a.jsonl"))
+    assert first.reason == "row_too_long" and first.raw.startswith('{"prompt": "xxx')
+    assert second.value == {"prompt": "y"}
+
+
 def test_a_parquet_row_of_invalid_text_is_rejected_alone(source: Path, make_spec: SpecMaker) -> None:
     table = pa.table({"prompt": pa.array([b"good", b"\xff\xfe", b"fine"], pa.binary()).view(pa.string())})
     pq.write_table(table, source / "a.parquet")
@@ -158,7 +206,9 @@ def test_a_parquet_row_of_invalid_text_is_rejected_alone(source: Path, make_spec
 
 
 def test_a_missing_file_is_a_data_error_that_names_it(source: Path, make_spec: SpecMaker) -> None:
-    with pytest.raises(DataError, match=r"cannot read .*gone\.jsonl"):
+    with pytest.raises(
+        DataError, match=r"cannot read .*gone\.jsonl.*; if it was moved or removed, run eagle3 sync-chunks"
+    ):
         list(read_rows(make_spec().dataset, str(source / "gone.jsonl")))
 
 

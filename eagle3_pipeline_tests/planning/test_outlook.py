@@ -97,3 +97,17 @@ def test_assumed_speeds_stand_in_until_something_is_measured(make_context: Conte
     # Five rows of at most 120 tokens; ten epochs.
     assert found[ids.DRAFT_CHECKPOINT].device_minutes == pytest.approx(600 * 10 / 50 / 60)
     assert json.loads(json.dumps(plan(context).to_json()))["estimates"][ids.DRAFT_CHECKPOINT]["at_most"]
+
+
+def test_json_of_an_outlook(kimi: PipelineSpec) -> None:
+    result = CliRunner().invoke(main, ["plan", "kimi_k25", "--samples", "7", "--tokens-per-sample", "503", "--json"])
+    (found,) = json.loads(result.output)
+    assert (found["num_samples"], found["num_tokens"], found["hidden_states_bytes"]) == (7, 3521, 3521 * 57_344)
+
+
+def test_a_verifier_folder_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lost.yaml").write_text("verifier: {model: /no/such/model}\ndataset: {path: x}\n")
+    monkeypatch.setenv("EAGLE3_PIPELINES", str(tmp_path))
+    monkeypatch.setenv("EAGLE3_HOME", str(tmp_path / "home"))
+    result = CliRunner().invoke(main, ["plan", "lost", "--samples", "7"])
+    assert result.exit_code == 1 and "there is no folder /no/such/model" in result.output
