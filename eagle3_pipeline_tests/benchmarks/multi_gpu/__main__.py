@@ -6,15 +6,12 @@ Exit code 0: all checks passed. Rows and checks are in FOLDER/multi_gpu.json as 
 
 import argparse
 import os
-import shutil
 import sys
-import tarfile
-import tempfile
 from pathlib import Path
 
 from eagle3_pipeline.engine.devices import count_gpus
 from eagle3_pipeline_tests.benchmarks.multi_gpu.engines import Engines
-from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report
+from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report, run_in_home
 from eagle3_pipeline_tests.benchmarks.multi_gpu.sizes import ON_CPU, ON_GPU
 from eagle3_pipeline_tests.benchmarks.multi_gpu.training import Training
 
@@ -39,22 +36,12 @@ def main() -> int:
         os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     arguments.out.mkdir(parents=True, exist_ok=True)
     report = Report(arguments.out / "multi_gpu.json", arguments.gpus, arguments.budget_s)
-    home = Path(tempfile.mkdtemp(prefix="multi-gpu-", dir=arguments.work))
-    report.before_giving_up = lambda: _keep_logs(home, arguments.out / "logs.tar.gz")
-    try:
+
+    def work(home: Path) -> None:
         for name in arguments.part or PARTS:
             PARTS[name](report, ON_GPU if real else ON_CPU, home / name, arguments.gpus or _MADE_UP).run()
-    finally:
-        code = report.finish()
-        report.before_giving_up()
-        shutil.rmtree(home, ignore_errors=True)
-    return code
 
-
-def _keep_logs(home: Path, path: Path) -> None:
-    with tarfile.open(path, "w:gz") as archive:
-        for log in home.rglob("*.log"):
-            archive.add(log, log.relative_to(home))
+    return run_in_home(report, arguments.work, arguments.out / "logs.tar.gz", work)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 import json
 import os
 import platform
+import shutil
+import tarfile
+import tempfile
 import threading
 import time
 import traceback
@@ -125,6 +128,25 @@ class Report:
         for child in psutil.Process().children(recursive=True):
             child.kill()
         os._exit(3)
+
+
+def run_in_home(report: Report, parent: Path | None, logs: Path, work: Callable[[Path], None]) -> int:
+    """Runs `work` in a temporary folder, whose logs are kept as the archive `logs`; the exit code."""
+    home = Path(tempfile.mkdtemp(prefix="eagle3-bench-", dir=parent))
+
+    def keep_logs() -> None:
+        with tarfile.open(logs, "w:gz") as archive:
+            for log in home.rglob("*.log"):
+                archive.add(log, log.relative_to(home))
+
+    report.before_giving_up = keep_logs
+    try:
+        work(home)
+    finally:
+        code = report.finish()
+        keep_logs()
+        shutil.rmtree(home, ignore_errors=True)
+    return code
 
 
 def _gpu_names() -> list[str]:

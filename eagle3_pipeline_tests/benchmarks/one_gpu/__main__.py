@@ -6,13 +6,10 @@ known. Weights are random: speed does not depend on them.
 
 import argparse
 import os
-import shutil
 import sys
-import tarfile
-import tempfile
 from pathlib import Path
 
-from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report
+from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report, run_in_home
 from eagle3_pipeline_tests.benchmarks.one_gpu.capture import Capture
 from eagle3_pipeline_tests.benchmarks.one_gpu.sizes import ON_CPU, ON_GPU
 
@@ -29,21 +26,12 @@ def main() -> int:
         os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     arguments.out.mkdir(parents=True, exist_ok=True)
     report = Report(arguments.out / "one_gpu.json", 0 if arguments.rehearse else 1, arguments.budget_s)
-    home = Path(tempfile.mkdtemp(prefix="one-gpu-", dir=arguments.work))
-    report.before_giving_up = lambda: _keep_logs(home, arguments.out / "logs.tar.gz")
-    try:
-        Capture(report, ON_CPU if arguments.rehearse else ON_GPU, home, int(not arguments.rehearse)).run()
-    finally:
-        code = report.finish()
-        report.before_giving_up()
-        shutil.rmtree(home, ignore_errors=True)
-    return code
+    sizes, num_gpus = (ON_CPU, 0) if arguments.rehearse else (ON_GPU, 1)
 
+    def work(home: Path) -> None:
+        Capture(report, sizes, home, num_gpus).run()
 
-def _keep_logs(home: Path, path: Path) -> None:
-    with tarfile.open(path, "w:gz") as archive:
-        for log in home.rglob("*.log"):
-            archive.add(log, log.relative_to(home))
+    return run_in_home(report, arguments.work, arguments.out / "logs.tar.gz", work)
 
 
 if __name__ == "__main__":
