@@ -4,7 +4,6 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from tabulate import tabulate
 from eagle3_pipeline.config import PipelineSpec, enabled_pipelines, find_pipeline, pipeline_files, project_home
 from eagle3_pipeline.engine.state import EngineState
 from eagle3_pipeline.errors import ConfigError, Eagle3Error, StaleInputError
-from eagle3_pipeline.planning import Plan, PlanRow, outlook_table, outlooks
+from eagle3_pipeline.planning import Plan, PlanRow, outlook_text
 from eagle3_pipeline.planning import plan as make_plan
 from eagle3_pipeline.stages.context import StageContext
 
@@ -99,13 +98,13 @@ def plan(
     context = StageContext(spec)
     stated = "assumptions" in spec.model_fields_set
     if samples or tokens_per_sample:
-        click.echo(_outlook(context, samples or tuple(spec.assumptions.samples), tokens_per_sample, as_json))
+        click.echo(outlook_text(context, samples, tokens_per_sample, as_json))
         return
     try:
         context.find_verifier(offline=True)
     except ConfigError:
         if stated and not as_json:
-            click.echo(_outlook(context, tuple(spec.assumptions.samples), None) + "\n")
+            click.echo(outlook_text(context) + "\n")
         raise
     try:
         context.registry.require_synced(spec)
@@ -123,22 +122,7 @@ def plan(
         click.echo(result.table())
         click.echo(f"\n{len(result.todo)} of {len(result.rows)} lines are not fresh")
         if stated:
-            click.echo("\n" + _outlook(context, tuple(spec.assumptions.samples), None))
-
-
-def _outlook(
-    context: StageContext, sizes: tuple[int, ...], tokens_per_sample: int | None, as_json: bool = False
-) -> str:
-    try:
-        verifier = context.find_verifier(offline=True)
-    except ConfigError:
-        if context.spec.assumptions.hidden_size is None:
-            raise
-        verifier = None
-    if as_json:
-        found = outlooks(context.spec, verifier, sizes, tokens_per_sample)
-        return json.dumps([asdict(one) for one in found], indent=2)
-    return outlook_table(context.spec, verifier, sizes, tokens_per_sample)
+            click.echo("\n" + outlook_text(context))
 
 
 def _there_are(pipeline: str, keys: list[str]) -> str:

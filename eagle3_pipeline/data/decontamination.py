@@ -3,6 +3,7 @@
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 from eagle3_pipeline.data.rejection import Rejection
 from eagle3_pipeline.store.fingerprint import digest
@@ -30,7 +31,7 @@ class Decontamination:
             for ngram in _ngrams(words):
                 self._ngrams[ngram] = prompt
 
-    @property
+    @cached_property
     def content_id(self) -> str:
         """Identity of what is looked for."""
         return digest({"ngram_words": NGRAM_WORDS, "prompts": sorted(" ".join(words) for words in self._whole)})

@@ -49,32 +49,44 @@ def _no_shape(row: dict[str, Any], spec: DatasetSpec) -> Rejection:
 
 
 def _first_shape(row: dict[str, Any], spec: DatasetSpec) -> list[Turn] | Rejection | None:
-    for name, find in (("sharegpt", _chat), ("messages", _chat), ("prompt_response", _pair), ("alpaca", _alpaca)):
+    for name, find in (
+        ("sharegpt", _sharegpt),
+        ("messages", _messages),
+        ("prompt_response", _pair),
+        ("alpaca", _alpaca),
+    ):
         if spec.format in ("auto", name) or (spec.format, name) == ("prompt", "prompt_response"):
-            found = find(row, spec, name)
+            found = find(row, spec)
             if found is not None:
                 return found
     return None
 
 
-def _chat(row: dict[str, Any], spec: DatasetSpec, name: str) -> list[Turn] | Rejection | None:
-    shapes = [(spec.columns.conversations, "from", "value"), (spec.columns.messages, "role", "content")]
+def _sharegpt(row: dict[str, Any], spec: DatasetSpec) -> list[Turn] | Rejection | None:
+    return _chat(row, spec, spec.columns.conversations, "from", "value")
+
+
+def _messages(row: dict[str, Any], spec: DatasetSpec) -> list[Turn] | Rejection | None:
+    found = _chat(row, spec, spec.columns.messages, "role", "content")
     # The `conversations` column of many data sets holds messages.
-    shapes = shapes[:1] if name == "sharegpt" else [shapes[1], (spec.columns.conversations, "role", "content")]
-    for column_name, role, content in shapes:
-        turns = _find(row, column_name)
-        if turns is _MISSING:
-            continue
-        if not isinstance(turns, list):
-            return Rejection("wrong_shape", f"{column_name} is {type(turns).__name__}, expected a list of turns")
-        if not turns:
-            return Rejection("empty", f"{column_name} has no turns")
-        if all(isinstance(turn, dict) and role in turn for turn in turns):
-            return _read_chat(turns, role, content, spec.tool_turns)
-        if all(isinstance(turn, dict) for turn in turns) and any(role in turn for turn in turns):
-            position = next(i for i, turn in enumerate(turns) if role not in turn)
-            return Rejection("wrong_shape", f"turn {position} has no {role}")
-    return None
+    return _chat(row, spec, spec.columns.conversations, "role", "content") if found is None else found
+
+
+def _chat(
+    row: dict[str, Any], spec: DatasetSpec, column_name: str, role: str, content: str
+) -> list[Turn] | Rejection | None:
+    turns = _find(row, column_name)
+    if turns is _MISSING:
+        return None
+    if not isinstance(turns, list):
+        return Rejection("wrong_shape", f"{column_name} is {type(turns).__name__}, expected a list of turns")
+    if not turns:
+        return Rejection("empty", f"{column_name} has no turns")
+    if not all(isinstance(turn, dict) for turn in turns) or not any(role in turn for turn in turns):
+        return None
+    if missing := [i for i, turn in enumerate(turns) if role not in turn]:
+        return Rejection("wrong_shape", f"turn {missing[0]} has no {role}")
+    return _read_chat(turns, role, content, spec.tool_turns)
 
 
 def _read_chat(turns: list[dict[str, Any]], role: str, content: str, tool_turns: str) -> list[Turn] | Rejection:
@@ -121,7 +133,7 @@ def _text(content: Any) -> Any:
     return "".join(part["text"] for part in content)
 
 
-def _pair(row: dict[str, Any], spec: DatasetSpec, _name: str) -> list[Turn] | Rejection | None:
+def _pair(row: dict[str, Any], spec: DatasetSpec) -> list[Turn] | Rejection | None:
     columns = spec.columns
     prompt, response = _find(row, columns.prompt), _find(row, columns.response)
     if prompt is _MISSING or (response is _MISSING and spec.format == "prompt_response"):
@@ -130,7 +142,7 @@ def _pair(row: dict[str, Any], spec: DatasetSpec, _name: str) -> list[Turn] | Re
     return _single(row, columns, prompt, answer)
 
 
-def _alpaca(row: dict[str, Any], spec: DatasetSpec, _name: str) -> list[Turn] | Rejection | None:
+def _alpaca(row: dict[str, Any], spec: DatasetSpec) -> list[Turn] | Rejection | None:
     columns = spec.columns
     instruction, subject = _find(row, columns.instruction), column(row, columns.input)
     if instruction is _MISSING:
@@ -145,9 +157,9 @@ def _alpaca(row: dict[str, Any], spec: DatasetSpec, _name: str) -> list[Turn] | 
 def _single(row: dict[str, Any], columns: ColumnsSpec, prompt: Any, answer: Any) -> list[Turn]:
     """System prompt, user, and the answer if there is one; a blank answer is none."""
     system = column(row, columns.system)
-    is_blank = system is None or (isinstance(system, str) and not system.strip())
-    turns = [] if is_blank else [Turn("system", system)]
-    turns.append(Turn("user", prompt))
-    if answer is not None and not (isinstance(answer, str) and not answer.strip()):
-        turns.append(Turn("assistant", answer))
-    return turns
+    turns = [Turn("system", system), Turn("user", prompt), Turn("assistant", answer)]
+    return [turn for turn in turns if turn.role == "user" or not _is_blank(turn.content)]
+
+
+def _is_blank(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip())

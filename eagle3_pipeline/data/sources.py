@@ -234,10 +234,9 @@ def _table_row(number: int, value: dict[str, Any] | Exception, limit: int) -> Ra
     if isinstance(value, Exception):
         return _unreadable(number, "unreadable_row", f"{type(value).__name__}: {value}")
     raw = canonical_json(_plain(value))
-    digest = hashlib.blake2b(raw, digest_size=16).digest()
-    if len(raw) > limit:
-        return RawRow(number, 0, None, "row_too_long", raw[:_RAW_LIMIT].decode("utf-8", "replace"), digest)
-    return RawRow(number, 0, value, "", raw[:_RAW_LIMIT].decode("utf-8", "replace"), digest)
+    kept, reason = (None, "row_too_long") if len(raw) > limit else (value, "")
+    head, digest = raw[:_RAW_LIMIT].decode("utf-8", "replace"), hashlib.blake2b(raw, digest_size=16).digest()
+    return RawRow(number, 0, kept, reason, head, digest)
 
 
 def _plain(value: Any) -> Any:

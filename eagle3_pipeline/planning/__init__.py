@@ -4,7 +4,7 @@ A pure function of pipeline files, registry and store.
 """
 
 from eagle3_pipeline.planning.new_data import new_data_fraction
-from eagle3_pipeline.planning.outlook import outlook_table, outlooks
+from eagle3_pipeline.planning.outlook import outlook_text
 from eagle3_pipeline.planning.plan import MAX_ATTEMPTS, Estimate, Plan, PlanRow, Status
 from eagle3_pipeline.planning.planner import plan
 from eagle3_pipeline.planning.retained import retained
@@ -16,8 +16,7 @@ __all__ = [
     "PlanRow",
     "Status",
     "new_data_fraction",
-    "outlook_table",
-    "outlooks",
+    "outlook_text",
     "plan",
     "retained",
 ]

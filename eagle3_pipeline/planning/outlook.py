@@ -1,7 +1,8 @@
 """What a pipeline will cost at other sizes than today's: reckoned from stated assumptions, nothing is read or run."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from tabulate import tabulate
 
@@ -9,6 +10,7 @@ from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.data.verifier import Verifier
 from eagle3_pipeline.errors import ConfigError
 from eagle3_pipeline.planning.costs import SEQUENCE_BYTES_PER_TOKEN
+from eagle3_pipeline.stages.context import StageContext
 
 _NUM_AUX_LAYERS = 3
 _BF16_BYTES = 2
@@ -76,13 +78,11 @@ def outlook(spec: PipelineSpec, num_samples: int, num_tokens: int, bytes_per_tok
         bytes_per_token: bytes of one token's states.
     """
     assumed, training = spec.assumptions, spec.training
-    regenerate = spec.generation.mode == "regenerate"
-    num_sampled = max(0, num_tokens - num_samples * assumed.prompt_tokens_per_sample) if regenerate else 0
+    num_sampled = max(0, num_tokens - num_samples * assumed.prompt_tokens_per_sample) if _regenerates(spec) else 0
     generation = _seconds(num_sampled, assumed.generation_tokens_per_s)
     capture = _seconds(num_tokens, assumed.capture_tokens_per_s)
     trained = _seconds(num_tokens * training.epochs, assumed.training_tokens_per_s)
-    one_pass = regenerate and spec.generation.one_pass != "never"
-    engine = [assumed.load_s, generation, *([] if one_pass else [capture])]
+    engine = [assumed.load_s, generation, *([] if _one_pass(spec) else [capture])]
     return Outlook(
         num_samples,
         num_tokens,
@@ -94,6 +94,14 @@ def outlook(spec: PipelineSpec, num_samples: int, num_tokens: int, bytes_per_tok
         trained,
         _gpu_hours(engine, trained, spec.resources.tensor_parallel_size),
     )
+
+
+def _regenerates(spec: PipelineSpec) -> bool:
+    return spec.generation.mode == "regenerate"
+
+
+def _one_pass(spec: PipelineSpec) -> bool:
+    return _regenerates(spec) and spec.generation.one_pass != "never"
 
 
 def _seconds(num_tokens: int, tokens_per_s: float | None) -> float | None:
@@ -110,33 +118,34 @@ def _gpu_hours(engine: Sequence[float | None], training: float | None, num_gpus:
     return (sum(known) * num_gpus + training) / 3600
 
 
-def outlooks(
-    spec: PipelineSpec, verifier: Verifier | None, sizes: Sequence[int], tokens_each: int | None = None
-) -> list[Outlook]:
-    """One for each size; arguments and errors as of `outlook_table`."""
-    each, per_token = tokens_each or tokens_per_sample(spec), row_bytes(spec, verifier)[0]
-    return [outlook(spec, size, size * each, per_token) for size in sizes]
-
-
-def outlook_table(
-    spec: PipelineSpec, verifier: Verifier | None, sizes: Sequence[int], tokens_each: int | None = None
+def outlook_text(
+    context: StageContext, sizes: Sequence[int] = (), tokens_each: int | None = None, as_json: bool = False
 ) -> str:
-    """A column per size, and what it is reckoned from.
+    """A table with a column per size, and what it is reckoned from.
 
     Args:
-        spec: the pipeline.
-        verifier: the verifier, if it is on this machine.
-        sizes: numbers of samples.
+        context: the pipeline; its verifier is not fetched.
+        sizes: numbers of samples; none: those of the pipeline file.
         tokens_each: tokens of a sample; `None`: the token budget.
+        as_json: the numbers as JSON instead.
 
     Raises:
         ConfigError: the verifier's size is not known.
     """
+    spec = context.spec
+    try:
+        verifier = context.find_verifier(offline=True)
+    except ConfigError:
+        if spec.assumptions.hidden_size is None:
+            raise
+        verifier = None
     per_token, layers, hidden_size = row_bytes(spec, verifier)
     each = tokens_each or tokens_per_sample(spec)
-    found = outlooks(spec, verifier, sizes, tokens_each)
+    found = [outlook(spec, size, size * each, per_token) for size in sizes or spec.assumptions.samples]
+    if as_json:
+        return json.dumps([asdict(one) for one in found], indent=2)
     assumed, gpus = spec.assumptions, spec.resources.tensor_parallel_size
-    one_pass = spec.generation.mode == "regenerate" and spec.generation.one_pass != "never"
+    one_pass = _one_pass(spec)
     rows = [
         ["tokens", *(f"{o.num_tokens:,}" for o in found)],
         ["hidden states", *(_bytes(o.hidden_states_bytes) for o in found)],
@@ -147,7 +156,7 @@ def outlook_table(
         [f"training, time of 1 GPU{_speed(assumed.training_tokens_per_s)}", *(_time(o.training_s) for o in found)],
         ["GPU-hours in all", *("?" if o.gpu_hours is None else f"{o.gpu_hours:,.1f}" for o in found)],
     ]
-    header = [spec.name, *(f"{size:,} samples" for size in sizes)]
+    header = [spec.name, *(f"{o.num_samples:,} samples" for o in found)]
     budget = (
         f"{assumed.prompt_tokens_per_sample:,} of the prompt + generation.max_new_tokens, the most an answer may have"
     )

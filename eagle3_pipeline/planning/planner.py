@@ -1,6 +1,5 @@
 """Compares the pipeline's settings and chunks with the store."""
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -43,9 +42,9 @@ class _Planner:
         generations: dict[str, _Made] = {}
         states: dict[str, str] = {}
         chunks = [c for c in context.registry.chunks_with_work() if self._chunk(c, generations, states)]
-        prompts = read_prompt_bytes(spec.evaluation.prompts)
-        baseline = self._check(ids.baseline_identity(spec, context.verifier, prompts), None)
-        self._tail(len(chunks), generations, states, baseline, hashlib.sha256(prompts).hexdigest())
+        identity = ids.baseline_identity(spec, context.verifier, read_prompt_bytes(spec.evaluation.prompts))
+        baseline = self._check(identity, None)
+        self._tail(len(chunks), generations, states, baseline, identity.inputs["prompts"])
         if len(states) < len(chunks) and enough_fresh(spec, len(states), len(chunks)):
             self._left_out = tuple(chunk.key for chunk in chunks if chunk.key not in states)
         rows = sorted(self._rows, key=lambda row: (_ORDER[row.stage], row.chunk))

@@ -104,7 +104,7 @@ class StageContext:
 
     def find_verifier(self, offline: bool) -> Verifier:
         """The verifier; `offline`: only if it need not be fetched."""
-        if offline:
+        if offline and "verifier" not in self.__dict__:
             self.__dict__["verifier"] = resolve_verifier(self.spec.verifier, offline=True)
         return self.verifier
 

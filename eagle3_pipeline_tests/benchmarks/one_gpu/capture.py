@@ -2,6 +2,7 @@
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import numpy as np
 
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.data.sequences import Sequence
-from eagle3_pipeline.engine.client import EngineClient
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.context import StageContext
@@ -136,7 +136,7 @@ class Capture:
 
         def start(name: str) -> tuple[str, Path]:
             context, changes = wanted[name]
-            with _acquire(context, _engine(context, name == "capturing", changes)) as client:
+            with context.engines.acquire(_engine(context, name == "capturing", changes), context.log) as client:
                 self.report.row(model, f"start of the {name} engine", client.waited_s, "s")
                 return name, context.engines.folder
 
@@ -207,7 +207,7 @@ class Capture:
         )
         if changes:
             capturing = context.capturing_engine_spec
-            context.capturing_engine_spec = lambda: capturing().__class__(**{**capturing().__dict__, **changes})  # type: ignore[method-assign]
+            context.capturing_engine_spec = lambda: replace(capturing(), **changes)  # type: ignore[method-assign]
         made = materialise_outputs(context, chunk, generations=False)
         assert made.hidden_states
         return dict(made.hidden_states.manifest.metrics), made.hidden_states.manifest.wall_s
@@ -267,11 +267,7 @@ class Capture:
 
 def _engine(context: StageContext, capture: bool, changes: dict[str, Any]) -> EngineSpec:
     spec = context.capturing_engine_spec() if capture else context.engine_spec()
-    return spec.__class__(**{**spec.__dict__, **changes})
-
-
-def _acquire(context: StageContext, spec: EngineSpec) -> EngineClient:
-    return context.engines.acquire(spec, context.log)
+    return replace(spec, **changes)
 
 
 def _kv_tokens(folder: Path) -> float:
