@@ -142,6 +142,7 @@ IRRELEVANT: list[tuple[str, str, Any]] = [
     ("resources", "max_engines", 4),
     ("resources", "gpu_memory_utilization", 0.5),
     ("resources", "cpu_kvcache_gib", 2.0),
+    ("resources", "gpu_kvcache_gib", 2.0),
     ("resources", "max_num_batched_tokens", 99),
     ("resources", "max_num_seqs", 99),
     ("resources", "enforce_eager", True),

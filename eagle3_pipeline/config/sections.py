@@ -213,6 +213,12 @@ class ResourcesSpec(Section):
     )
     gpu_memory_utilization: float = execution(0.85, "share of GPU memory that vLLM takes", gt=0, le=1)
     cpu_kvcache_gib: float = execution(1.0, "KV cache on a CPU machine", gt=0)
+    gpu_kvcache_gib: float | None = execution(
+        None,
+        "KV cache of each GPU; null: what gpu_memory_utilization leaves. vLLM counts memory that others take while it "
+        "starts as its own: set this where engines start on one GPU at the same time",
+        gt=0,
+    )
     max_num_batched_tokens: int = execution(8192, "tokens of one engine step", ge=16)
     max_num_seqs: int = execution(256, "sequences of one engine step", ge=1)
     enforce_eager: bool = execution(False, "skip CUDA graphs")

@@ -30,6 +30,7 @@ class EngineSpec:
         instance: number among the engines of this spec; the manager gives it.
         gpu_memory_utilization: share of GPU memory.
         cpu_kvcache_gib: KV cache on a CPU machine.
+        gpu_kvcache_gib: KV cache of each GPU; None: what the share of memory leaves.
         max_num_batched_tokens: tokens of one step.
         max_num_seqs: sequences of one step.
         enforce_eager: no CUDA graphs.
@@ -55,6 +56,7 @@ class EngineSpec:
     instance: int = 0
     gpu_memory_utilization: float = 0.85
     cpu_kvcache_gib: float = 1.0
+    gpu_kvcache_gib: float | None = None
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256
     enforce_eager: bool = False

@@ -34,6 +34,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     }
     if spec.num_gpus:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
+        if spec.gpu_kvcache_gib:
+            arguments["kv_cache_memory_bytes"] = round(spec.gpu_kvcache_gib * 2**30)
     if spec.layer_ids:
         arguments |= _capture_arguments(spec)
         # With asynchronous scheduling a sequence that ends on an accepted token has a last row that was never computed

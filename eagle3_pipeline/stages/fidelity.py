@@ -1,8 +1,6 @@
 """Checks of captured states before they are published; each answers a way in which captures went wrong silently."""
 
-import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +8,9 @@ import pyarrow as pa
 
 from eagle3_pipeline.errors import CaptureError
 from eagle3_pipeline.store.shards import Geometry, bf16_to_float32, map_states, shard_name
+from eagle3_pipeline.store.threads import in_threads
 
 _BLOCK_BYTES = 2**22
-_THREADS = min(8, os.cpu_count() or 1)
 # Rows, evenly over the chunk, from which variances are estimated.
 _VARIANCE_ROWS = 4096
 # Twice the bits of bf16 infinity.
@@ -98,9 +96,8 @@ def _check_tokens(sequence: str, found: np.ndarray, expected: np.ndarray, chunk:
 
 def _check_values(states: np.ndarray, places: list[dict], geometry: Geometry, chunk: str) -> None:
     """Of bf16 bits [rows, A+1, H]: all finite, and no row of a layer all zero."""
-    with ThreadPoolExecutor(_THREADS) as threads:
-        # Without its sign a bf16 value orders as an integer: zero is the lowest, infinities and NaN are the highest.
-        largest = list(threads.map(lambda block: (block << np.uint16(1)).max(axis=2), _blocks(states)))
+    # Without its sign a bf16 value orders as an integer: zero is the lowest, infinities and NaN are the highest.
+    largest = in_threads(lambda block: (block << np.uint16(1)).max(axis=2), _blocks(states))
     magnitudes = np.concatenate(largest)
     for name, bad in (("not finite", magnitudes >= _INFINITY), ("all zero", magnitudes == 0)):
         for position, layer in np.argwhere(bad):

@@ -12,6 +12,7 @@ from eagle3_pipeline.errors import CorruptArtifactError, StoreError
 from eagle3_pipeline.store import atomic
 from eagle3_pipeline.store.fingerprint import file_checksum
 from eagle3_pipeline.store.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest, tool_versions, utc_now
+from eagle3_pipeline.store.threads import in_threads
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,24 @@ class ArtifactWriter:
         return Artifact(final, manifest)
 
     def _flush_files(self) -> dict[str, FileEntry]:
-        files = {}
-        folders = {self.folder}
-        for path in sorted(p for p in self.folder.rglob("*") if p.is_file()):
-            atomic.fsync_path(path)
-            folders.add(path.parent)
-            name = path.relative_to(self.folder).as_posix()
-            files[name] = FileEntry(size_bytes=path.stat().st_size, xxh3=file_checksum(path))
-        for folder in folders:
+        paths = sorted(p for p in self.folder.rglob("*") if p.is_file())
+        entries = in_threads(_flush, paths)
+        for folder in {self.folder, *(path.parent for path in paths)}:
             atomic.fsync_path(folder)
-        return files
+        names = [path.relative_to(self.folder).as_posix() for path in paths]
+        return dict(zip(names, entries, strict=True))
+
+
+def _flush(path: Path) -> FileEntry:
+    atomic.fsync_path(path)
+    return FileEntry(size_bytes=path.stat().st_size, xxh3=file_checksum(path))
+
+
+def _checksum(path: Path) -> str | OSError:
+    try:
+        return file_checksum(path)
+    except OSError as error:
+        return error
 
 
 class Store:
@@ -131,13 +140,12 @@ class Store:
         Raises:
             CorruptArtifactError: names the file; the artifact was moved to quarantine.
         """
-        for name, entry in artifact.manifest.files.items():
-            try:
-                found = file_checksum(artifact.folder / name)
-            except OSError as error:
-                self._refuse(artifact, f"{name} cannot be read: {error}")
-            if found != entry.xxh3:
-                self._refuse(artifact, f"{name} has checksum {found}, the manifest says {entry.xxh3}")
+        files = artifact.manifest.files
+        for name, found in zip(files, in_threads(_checksum, [artifact.folder / name for name in files]), strict=True):
+            if isinstance(found, OSError):
+                self._refuse(artifact, f"{name} cannot be read: {found}")
+            if found != files[name].xxh3:
+                self._refuse(artifact, f"{name} has checksum {found}, the manifest says {files[name].xxh3}")
 
     @contextlib.contextmanager
     def write(

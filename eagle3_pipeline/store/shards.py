@@ -20,8 +20,11 @@ import pyarrow.parquet as pq
 import xxhash
 
 from eagle3_pipeline.errors import CaptureError
+from eagle3_pipeline.store.threads import in_threads
 
 HEADER_BYTES = 4096
+_BLOCK_BYTES = 2**22
+_FLUSH_BYTES = 2**28
 RECORDS_NAME = "records.jsonl"
 INDEX_NAME = "index.parquet"
 LAYER_CONVENTION = "id i is the input of layer i; the last id is the last layer's output before the final norm"
@@ -99,7 +102,11 @@ class ShardAppender:
         num_tokens = len(data) // self._row_bytes
         try:
             with self._allocate(num_tokens) as (descriptor, shard, row_start):
-                _pwrite_all(descriptor, data, HEADER_BYTES + row_start * self._row_bytes)
+                start = HEADER_BYTES + row_start * self._row_bytes
+                _pwrite_all(descriptor, data, start)
+                if start // _FLUSH_BYTES != (start + len(data)) // _FLUSH_BYTES:
+                    # The disk works while the engine does, so that sealing has little left to wait for.
+                    os.fdatasync(descriptor)
             checksum = xxhash.xxh3_64_hexdigest(data)
             record = ShardRecord(sequence_id, shard, row_start, num_tokens, checksum)
         except OSError as error:
@@ -218,17 +225,23 @@ def _parse_record(line: bytes) -> ShardRecord | None:
 
 def intact_records(folder: Path, geometry: Geometry) -> dict[str, ShardRecord]:
     """Records of an earlier process whose bytes are still there and match their checksums, by sequence id."""
-    intact = {}
-    for record in read_records(folder)[0]:
-        path = folder / shard_name(record.shard)
-        if record.error or not path.exists():
-            continue
-        with path.open("rb") as file:
-            file.seek(HEADER_BYTES + record.row_start * geometry.row_bytes)
-            data = file.read(record.num_tokens * geometry.row_bytes)
-        if xxhash.xxh3_64_hexdigest(data) == record.checksum:
-            intact[record.sequence_id] = record
-    return intact
+    records = [record for record in read_records(folder)[0] if not record.error]
+    intact = in_threads(lambda record: _is_intact(folder, record, geometry.row_bytes), records)
+    return {record.sequence_id: record for record, whole in zip(records, intact, strict=True) if whole}
+
+
+def _is_intact(folder: Path, record: ShardRecord, row_bytes: int) -> bool:
+    """Whether the recorded rows are there; read in blocks, since a sequence of a large verifier may have gigabytes."""
+    hasher, left = xxhash.xxh3_64(), record.num_tokens * row_bytes
+    try:
+        with (folder / shard_name(record.shard)).open("rb") as file:
+            file.seek(HEADER_BYTES + record.row_start * row_bytes)
+            while block := file.read(min(left, _BLOCK_BYTES)):
+                hasher.update(block)
+                left -= len(block)
+    except FileNotFoundError:
+        return False
+    return not left and hasher.hexdigest() == record.checksum
 
 
 def seal_shards(

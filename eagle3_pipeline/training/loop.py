@@ -217,7 +217,7 @@ class Trainer:
             progress.best_epoch = epoch
             if self.ranks.is_first:
                 self.resume.save_best(epoch, self._trained())
-        self.emit("epoch", epoch=epoch, step=progress.step, best_epoch=progress.best_epoch, **metrics)
+        self.emit("epoch", epoch=epoch, step=progress.step, best_epoch=progress.best_epoch, **metrics, **self._speed())
 
     def _speed(self) -> dict[str, float]:
         p, elapsed = self.progress, max(self.progress.train_s, 1e-9)

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from eagle3_pipeline.engine.devices import count_gpus
-from eagle3_pipeline_tests.benchmarks.multi_gpu import leases, weights
-from eagle3_pipeline_tests.benchmarks.multi_gpu.engines import MODEL, Engines
+from eagle3_pipeline_tests.benchmarks.multi_gpu.engines import Engines
 from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report
 from eagle3_pipeline_tests.benchmarks.multi_gpu.sizes import ON_CPU
 
@@ -22,12 +21,6 @@ NUM_GPUS = min(8, 1 << (count_gpus().bit_length() - 1)) if count_gpus() else 0
 
 def test_engines_side_by_side_and_tensor_parallel_capture_the_same_states(tmp_path: Path) -> None:
     report = Report(tmp_path / "report.json", NUM_GPUS, 800.0)
-    weights.start(tmp_path / MODEL, ON_CPU.verifier, head_only=False).wait(300)
-    engines = Engines(report, replace(ON_CPU, utilization=0.2), tmp_path, NUM_GPUS)
-    try:
-        leases.all_against_one(report, tmp_path / "lease-check", NUM_GPUS)
-        engines.side_by_side()
-        engines.tensor_parallel()
-    finally:
-        engines.manager.stop_all(report.log)
+    sizes = replace(ON_CPU, utilization=0.2, start_s=0.0, kimi_dtype="bfloat16")
+    Engines(report, sizes, tmp_path, NUM_GPUS).run()
     assert report.checks and all(check["passed"] for check in report.checks), report.checks

@@ -3,10 +3,10 @@
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eagle3_pipeline.engine.client import EngineClient
@@ -23,10 +23,21 @@ from eagle3_pipeline_tests.benchmarks.multi_gpu.captures import (
 )
 from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report
 from eagle3_pipeline_tests.benchmarks.multi_gpu.sizes import Sizes
+from eagle3_pipeline_tests.tiny_kimi import make_tiny_kimi
 
 MODEL = "verifier"
 _KIMI = "tiny-kimi"
 _WORK_S = 20.0
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An engine and what it is measured by; engines of one pool have GPUs of their own."""
+
+    pool: str
+    spec: EngineSpec
+    what: str
+    work: Callable[[EngineClient], None]
 
 
 class Engines:
@@ -54,22 +65,15 @@ class Engines:
             step = self.report.step
             step("leases", 10, lambda: leases.all_against_one(self.report, self.home / "lease-check", self.num))
             step("writing the verifier", 20, lambda: self._written(writing))
-            self._step(f"{self.num} engines of one GPU", 2 * _WORK_S, self.side_by_side)
-            self._step(f"capture with TP={self.num}", 2 * _WORK_S, self.tensor_parallel)
-            kimi = step("writing the tiny Kimi", 5, self._write_kimi)
-            if kimi:
-                self._step(f"tiny Kimi with TP={self.num}", 0, lambda: self._kimi(self.num))
-            self._step("plain prefill with TP=1, tiny Kimi with TP=1", _WORK_S, lambda: self._references(kimi))
-            self._step(f"plain prefill with TP={self.num}", _WORK_S, lambda: self._plain(self.num))
+            # With experts that rounding chooses anew, states of two engines could not be compared.
+            step("tiny Kimi", 5, lambda: make_tiny_kimi(self.home / _KIMI, dtype=self.sizes.kimi_dtype, steady=True))
+            try:
+                step(f"{self.num} engines of one GPU", self.sizes.start_s + 2 * _WORK_S, self.side_by_side)
+            finally:
+                self.manager.stop_all(self.report.log)
+            step("engines that share the GPUs", self.sizes.start_s + 3 * _WORK_S, self.sharing)
         finally:
             writing.kill()
-
-    def _step(self, what: str, needs_s: float, work: Callable[[], None]) -> None:
-        """A step that starts engines, beside none that an earlier one left."""
-        try:
-            self.report.step(what, self.sizes.start_s + needs_s, work)
-        finally:
-            self.manager.stop_all(self.report.log)
 
     def _written(self, writing: subprocess.Popen) -> None:
         started = time.monotonic()
@@ -80,13 +84,13 @@ class Engines:
         self.report.row("verifier", "waited for", time.monotonic() - started, "s")
         self.report.row("disk", "write and flush", disk_gib_per_s(self.home, self.sizes.disk_bytes), "GiB/s")
 
-    def _spec(self, gpus: int, capture: bool, model: str = MODEL, **changes: object) -> EngineSpec:
+    def _spec(self, gpus: int, capture: bool, **changes: object) -> EngineSpec:
         shape = self.sizes.verifier
         fields: dict = {
-            "model_path": str(self.home / model),
-            "model_id": model,
+            "model_path": str(self.home / MODEL),
+            "model_id": MODEL,
             "dtype": "bfloat16",
-            "trust_remote_code": model == _KIMI,
+            "trust_remote_code": False,
             "max_model_len": self.sizes.sequence_tokens * 6 // 5 + 8,
             "num_gpus": gpus,
             "gpu_memory_utilization": self.sizes.utilization,
@@ -101,14 +105,6 @@ class Engines:
 
     def _state(self, spec: EngineSpec) -> EngineState:
         return EngineState(self.manager.folder / spec.engine_id)
-
-    @contextmanager
-    def _engine(self, spec: EngineSpec) -> Iterator[EngineClient]:
-        """An engine that is stopped afterwards, so that the next one need not wait until it is idle for long enough."""
-        with self.manager.acquire(spec, self.report.log) as client:
-            self.report.row("start", f"{Path(spec.model_path).name}, TP={spec.num_gpus}", client.waited_s, "s")
-            yield client
-            client.request("shutdown")
 
     def side_by_side(self) -> None:
         """As many engines as GPUs, begun together: devices, equal states, speed of one and of all, a killed host."""
@@ -145,52 +141,80 @@ class Engines:
         for client in own:
             client.close()
 
-    def tensor_parallel(self) -> None:
-        """One engine on all GPUs: devices, the same states as on one, speed."""
-        spec = self._spec(self.num, capture=True)
-        with self._engine(spec) as client:
-            given = self._state(spec).read()["gpus"]
-            self.report.check(f"TP={self.num} has all GPUs", given == list(range(self.num)), given)
-            leases.check_devices(self.report, self._state(spec))
-            self._capture(client, spec, self.compared, "compared-tpn")
-            self._compare("compared-tpn", "compared-tp1", f"TP={self.num} against TP=1")
-            rate = self._rate([client], spec, f"capture, TP={self.num}")
-            if self.alone_tokens_per_s:
-                share = rate / self.alone_tokens_per_s
-                self.report.row("capture", f"TP={self.num} over TP=1", share, "x")
+    def sharing(self) -> None:
+        """One engine on all GPUs, the same without capture, the tiny Kimi, and what these are compared with on one GPU.
 
-    def _plain(self, gpus: int) -> None:
-        spec = self._spec(gpus, capture=False)
-        with self._engine(spec) as client:
-            self._capture(client, spec, self.compared, f"warm-plain-{gpus}")
-            self._rate([client], spec, f"plain prefill, TP={gpus}")
+        They start at once, since a start is mostly imports and compilation, and work one after the other.
+        """
+        capture, plain, kimi = self._shared(capture=True), self._shared(), self._shared_kimi()
+        alone, kimi_alone = replace(plain, num_gpus=1), replace(kimi, num_gpus=1)
+        parts = [
+            _Part("capture", capture, f"capture with TP={self.num}", lambda c: self._tensor_parallel(c, capture)),
+            _Part("plain", plain, f"plain prefill with TP={self.num}", lambda c: self._plain(c, plain)),
+            _Part("kimi", kimi, f"tiny Kimi with TP={self.num}", lambda c: self._kimi(c, kimi)),
+            # One pool: each has a GPU of its own.
+            _Part("alone", alone, "plain prefill with TP=1", lambda c: self._plain(c, alone)),
+            _Part("alone", kimi_alone, "tiny Kimi with TP=1", lambda c: self._kimi(c, kimi_alone)),
+        ]
+        at_once = len(parts) if self.report.num_gpus else 1
+        for first in range(0, len(parts), at_once):
+            self._share(parts[first : first + at_once])
 
-    def _write_kimi(self) -> bool:
-        try:
-            from eagle3_pipeline_tests.tiny_kimi import make_tiny_kimi  # type: ignore[import-not-found]
-        except ImportError:
-            self.report.skip("tiny Kimi", "there is no eagle3_pipeline_tests/tiny_kimi.py")
-            return False
-        # With experts that rounding chooses anew, states of two engines could not be compared.
-        make_tiny_kimi(self.home / _KIMI, dtype=self.sizes.kimi_dtype, steady=True)
-        return True
+    def _share(self, parts: list["_Part"]) -> None:
+        # A pool of its own is what lets an engine share GPUs with others.
+        managers = {part.pool: EngineManager(self.home / f"pool-{part.pool}", self.num) for part in parts}
+        with ExitStack() as stack:
 
-    def _kimi(self, gpus: int) -> None:
-        spec = self._spec(gpus, capture=True, model=_KIMI, hidden_size=self._kimi_value("hidden_size"))
-        spec = replace(spec, layer_ids=(2, 3, 7, 8), dtype=self.sizes.kimi_dtype)
-        sequences = draw_sequences(self.sizes.num_compared, 48, 256, 9)
-        with self._engine(spec) as client:
-            self._capture(client, spec, sequences, f"kimi-{gpus}")
-        if gpus == 1 and (self.home / f"kimi-{self.num}" / "states").exists():
+            def start(part: _Part) -> EngineClient:
+                client = stack.enter_context(managers[part.pool].acquire(part.spec, self.report.log))
+                name = f"{Path(part.spec.model_path).name}, TP={part.spec.num_gpus}"
+                self.report.row("start", name + (", capturing" if part.spec.layer_ids else ""), client.waited_s, "s")
+                return client
+
+            starts = [
+                lambda part=part: self.report.step(f"start: {part.what}", 0, lambda: start(part)) for part in parts
+            ]  # type: ignore[misc]
+            try:
+                for part, client in zip(parts, _together(starts), strict=True):
+                    if client:
+                        self.report.step(part.what, 0, lambda work=part.work, client=client: work(client))  # type: ignore[misc]
+            finally:
+                for manager in managers.values():
+                    manager.stop_all(self.report.log)
+
+    def _shared(self, capture: bool = False) -> EngineSpec:
+        sizes = self.sizes
+        return self._spec(
+            self.num, capture, gpu_memory_utilization=sizes.shared_utilization, gpu_kvcache_gib=sizes.shared_kvcache_gib
+        )
+
+    def _shared_kimi(self) -> EngineSpec:
+        hidden = json.loads((self.home / _KIMI / "config.json").read_text())["text_config"]["hidden_size"]
+        spec = replace(self._shared(capture=True), model_path=str(self.home / _KIMI), model_id=_KIMI)
+        spec = replace(spec, trust_remote_code=True, dtype=self.sizes.kimi_dtype)
+        return replace(spec, layer_ids=(2, 3, 7, 8), hidden_size=hidden)
+
+    def _tensor_parallel(self, client: EngineClient, spec: EngineSpec) -> None:
+        """Devices, the same states as on one GPU, speed."""
+        state = EngineState(self.home / "pool-capture" / self.manager.folder.name / spec.engine_id)
+        given = state.read()["gpus"]
+        self.report.check(f"TP={self.num} has all GPUs", given == list(range(self.num)), given)
+        leases.check_devices(self.report, state)
+        self._capture(client, spec, self.compared, "compared-tpn")
+        self._compare("compared-tpn", "compared-tp1", f"TP={self.num} against TP=1")
+        rate = self._rate([client], spec, f"capture, TP={self.num}")
+        if self.alone_tokens_per_s:
+            self.report.row("capture", f"TP={self.num} over TP=1", rate / self.alone_tokens_per_s, "x")
+
+    def _plain(self, client: EngineClient, spec: EngineSpec) -> None:
+        self._capture(client, spec, self.compared, f"warm-plain-{spec.num_gpus}")
+        self._rate([client], spec, f"plain prefill, TP={spec.num_gpus}")
+
+    def _kimi(self, client: EngineClient, spec: EngineSpec) -> None:
+        self._capture(client, spec, draw_sequences(self.sizes.num_compared, 48, 256, 9), f"kimi-{spec.num_gpus}")
+        if spec.num_gpus == 1 and (self.home / f"kimi-{self.num}" / "states").exists():
             what = f"tiny Kimi: TP={self.num} against TP=1"
             self._compare(f"kimi-{self.num}", "kimi-1", what, spec.layer_ids)
-
-    def _kimi_value(self, name: str) -> int:
-        return json.loads((self.home / _KIMI / "config.json").read_text())["text_config"][name]
-
-    def _references(self, kimi: bool) -> None:
-        """The engines of one GPU that others are compared with, on two GPUs at the same time."""
-        _together([lambda: self._plain(1), *([lambda: self._kimi(1)] if kimi else [])])
 
     def _capture(self, client: EngineClient, spec: EngineSpec, sequences: Tokens, name: str) -> None:
         made = prefill(client, spec, sequences, self.home / name)

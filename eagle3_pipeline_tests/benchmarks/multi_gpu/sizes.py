@@ -52,6 +52,7 @@ class Sizes:
         kimi_dtype: of the model with experts: GPU kernels of latent attention take bfloat16 only.
         disk_bytes: written to measure the disk.
         utilization: share of a GPU's memory for vLLM.
+        shared_utilization, shared_kvcache_gib: the same, and the cache, of engines that share a GPU.
         start_s: seconds that an engine's start is expected to take.
         tolerance: largest relative difference of a layer between two engines (bf16).
         neighbour: least relative difference of neighbouring layers.
@@ -69,6 +70,8 @@ class Sizes:
     disk_bytes: int
     kimi_dtype: str
     utilization: float
+    shared_utilization: float
+    shared_kvcache_gib: float
     start_s: float
     tolerance: float
     neighbour: float
@@ -94,7 +97,9 @@ ON_GPU = Sizes(
     disk_bytes=2**30,
     kimi_dtype="bfloat16",
     utilization=0.7,
-    start_s=80.0,
+    shared_utilization=0.15,
+    shared_kvcache_gib=16.0,
+    start_s=110.0,
     tolerance=0.06,
     neighbour=0.1,
     draft=DraftSize(_8B, 32000, 4096, 2, 16),
@@ -111,6 +116,8 @@ ON_CPU = Sizes(
     disk_bytes=2**26,
     kimi_dtype="float32",
     utilization=0.1,
+    shared_utilization=0.1,
+    shared_kvcache_gib=1.0,
     start_s=60.0,
     tolerance=0.06,
     neighbour=0.1,

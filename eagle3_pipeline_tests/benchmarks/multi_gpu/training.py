@@ -5,16 +5,17 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pyarrow.parquet as pq
 
-from eagle3_pipeline.engine.devices import gpu_memory
+from eagle3_pipeline.engine.lease import Lease
 from eagle3_pipeline.engine.manager import EngineManager
 from eagle3_pipeline.errors import TrainingError
 from eagle3_pipeline.stages.draft_checkpoint import TORCHRUN, WORKER
@@ -24,7 +25,6 @@ from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report
 from eagle3_pipeline_tests.benchmarks.multi_gpu.sizes import DraftSize, Sizes
 from eagle3_pipeline_tests.benchmarks.multi_gpu.training_data import job, write_data
 
-_SAMPLE_S = 0.1
 # The first step sees equal weights; later ones carry along what adding in another order and bf16 make of them.
 _TOLERANCES = {"loss": (1e-3, 1e-2), "grad_norm": (5e-3, 3e-2), "lr": (1e-9, 1e-9)}
 
@@ -45,7 +45,6 @@ class Training:
 
     def __init__(self, report: Report, sizes: Sizes, home: Path, pool_gpus: int) -> None:
         self.report, self.sizes, self.home, self.num = report, sizes, home, pool_gpus
-        self.manager = EngineManager(home, pool_gpus)
 
     def run(self) -> None:
         """All steps, the most telling first."""
@@ -57,8 +56,7 @@ class Training:
             self.report.check("verifiers and data are written", False)
             return
         step("one process and all", 2 * needs_s, lambda: self._parity(data["draft"]))
-        step("kill and resume", needs_s, lambda: self._kill(data["small"]))
-        step("the largest draft", 1.5 * needs_s, lambda: self._large(data["large"]))
+        step("what is no matter of speed", 1.5 * needs_s, lambda: self._together(data))
 
     def _write(self, name: str, size: DraftSize) -> dict[str, Any]:
         num_batches = size.steps * size.batches_a_rank * self.num
@@ -75,11 +73,32 @@ class Training:
         """Under a lease, as the stage does it."""
         launcher = (TORCHRUN, str(world)) if world > 1 else ()
         folder = Path(spec["output"]).with_suffix(".run")
-        with self.manager.lease(world, "training", 60.0, self.report.log, "none") as lease:
+        with self._lease(spec["output"], world) as lease:
             tell = on_event or (lambda _event: None)
             return run_worker(WORKER, spec, folder, tell, TrainingError, "training", lease.environment(), launcher)[
                 "metrics"
             ]
+
+    def _lease(self, output: str, world: int) -> AbstractContextManager[Lease]:
+        # A pool of its own for each run: some share the GPUs.
+        manager = EngineManager(self.home / f"pool-{Path(output).name}", self.num)
+        return manager.lease(world, "training", 60.0, self.report.log, "none")
+
+    def _together(self, data: dict[str, Any]) -> None:
+        """Runs that share the GPUs: one that is killed and goes on, the same uninterrupted, the largest draft."""
+        size = self.sizes.small_draft
+        specs = {name: self._job("small", size, data["small"], f"small-{name}") for name in ("whole", "cut")}
+        work = {
+            "a training": lambda: self._train(specs["whole"], self.num),
+            "kill and resume": lambda: self._kill(specs["cut"]),
+            "the largest draft": lambda: self._large(data["large"]),
+        }
+        at_once = len(work) if self.report.num_gpus else 1
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(lambda name: self.report.step(name, 0, work[name]), work))
+        # Kernels of a GPU do not add in the same order every time.
+        exact = not self.report.num_gpus
+        self._compare("killed and resumed, uninterrupted", self.home / "small-cut", self.home / "small-whole", exact)
 
     def _parity(self, data: dict[str, Any]) -> None:
         """The same global batches on one process and on all."""
@@ -109,23 +128,17 @@ class Training:
                 f"{what}: {name} of each step", passed, f"largest difference {max(errors, default=1):.2e}"
             )
 
-    def _kill(self, data: dict[str, Any]) -> None:
+    def _kill(self, spec: dict[str, Any]) -> None:
         """SIGKILL of the last rank ends all; the run goes on from its state as if nothing had happened."""
-        size = self.sizes.small_draft
-        specs = {name: self._job("small", size, data, f"small-{name}") for name in ("whole", "cut")}
-        self._train(specs["whole"], self.num)
-        specs["cut"]["resume_every_s"] = 0
+        spec["resume_every_s"] = 0
         path = self.home / "cut.json"
-        path.write_text(json.dumps(specs["cut"]))
-        with self.manager.lease(self.num, "training", 60.0, self.report.log, "none") as lease:
+        path.write_text(json.dumps(spec))
+        with self._lease(spec["output"], self.num) as lease:
             self._killed(path, {**os.environ, **lease.environment()})
         told: list[str] = []
-        self._train(specs["cut"], self.num, lambda event: told.append(str(event.get("message"))))
+        self._train(spec, self.num, lambda event: told.append(str(event.get("message"))))
         resumed = [line for line in told if line.startswith("resumed at")]
         self.report.check("the second run resumes", len(resumed) == 1, resumed)
-        # Kernels of a GPU do not add in the same order every time.
-        exact = not self.report.num_gpus
-        self._compare("killed and resumed, uninterrupted", self.home / "small-cut", self.home / "small-whole", exact)
 
     def _killed(self, path: Path, environment: dict[str, str]) -> None:
         state = self.home / "small-cut" / "resume" / "state.pt"
@@ -145,51 +158,21 @@ class Training:
         """Two steps of the largest draft: what they take of each GPU."""
         size, started = self.sizes.large_draft, time.monotonic()
         spec = self._job("large", size, data, "large")
-        told: list[str] = []
+        told: list[dict[str, Any]] = []
 
         def on_event(event: dict[str, Any]) -> None:
-            told.append(str(event.get("message", event["event"])))
+            told.append(event)
             if event["event"] == "epoch" and event["epoch"] == 1:
                 # What follows writes the checkpoint: minutes of disk.
                 raise _EnoughError
 
-        with _PeakMemory() as peak:
-            try:
-                self._train(spec, self.num, on_event)
-            except _EnoughError:
-                self.report.row(
-                    "largest draft", f"{size.steps} steps, set-up included", time.monotonic() - started, "s"
-                )
-        parameters = _trained_parameters(size)
-        self.report.row("largest draft", "trainable parameters", parameters / 1e6, "M")
-        self.report.check("the largest draft takes its steps", "epoch" in told, told[-3:])
-        for index, used in enumerate(peak.used[: self.num]):
-            self.report.row("largest draft", f"peak of GPU {index} (all that NVML counts)", used / 2**30, "GiB")
-        for line in told:
-            if "tok/s" in line or "fits" in line:
-                self.report.log(line)
-
-
-class _PeakMemory:
-    """Most memory in use of each GPU, sampled; empty without GPUs."""
-
-    def __init__(self) -> None:
-        self.used = [0] * len(gpu_memory())
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def _sample(self) -> None:
-        while not self._stop.wait(_SAMPLE_S):
-            now = [gpu.total_bytes - gpu.free_bytes for gpu in gpu_memory()]
-            self.used = [max(pair) for pair in zip(self.used, now, strict=True)]
-
-    def __enter__(self) -> "_PeakMemory":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+        with suppress(_EnoughError):
+            self._train(spec, self.num, on_event)
+        self.report.row("largest draft", f"{size.steps} steps, set-up included", time.monotonic() - started, "s")
+        self.report.row("largest draft", "trainable parameters", _trained_parameters(size) / 1e6, "M")
+        last = told[-1]
+        self.report.check("the largest draft takes its steps", last.get("step") == size.steps, last)
+        self.report.row("largest draft", "peak of rank 0", last.get("peak_memory_bytes", 0) / 2**30, "GiB")
 
 
 def _steps(output: Path, name: str) -> list[float]:

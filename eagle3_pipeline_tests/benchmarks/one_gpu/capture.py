@@ -71,9 +71,16 @@ class Capture:
                 "verifier": {"model": str(self.home / model), "dtype": "bfloat16"},
                 "dataset": {"path": "none"},
                 "generation": {"mode": "passthrough", "max_new_tokens": 8, "max_sequence_tokens": longest},
+                # Random weights choose no token clearly: checks are made, and take their time, but refuse nothing.
+                "capture": {
+                    "min_next_token_agreement": 1e-6,
+                    "recapture_tolerance": 100.0,
+                    "min_layer_variance": 0.0,
+                },
                 "training": {"batch_tokens": longest},
                 "resources": {
                     "gpu_memory_utilization": self.sizes.utilization,
+                    "gpu_kvcache_gib": self.sizes.kvcache_gib,
                     "max_num_batched_tokens": self.sizes.batch_tokens,
                     "max_num_seqs": self.sizes.batch_sequences,
                     "idle_timeout_s": 900.0,
@@ -128,7 +135,12 @@ class Capture:
             "max-num-seqs": self.sizes.batch_sequences,
         }
         return arguments | (
-            {"gpu-memory-utilization": self.sizes.utilization} if self.num_gpus else {"enforce-eager": True}
+            {
+                "gpu-memory-utilization": self.sizes.utilization,
+                "kv-cache-memory-bytes": round(self.sizes.kvcache_gib * 2**30),
+            }
+            if self.num_gpus
+            else {"enforce-eager": True}
         )
 
     def _start(self, model: str, wanted: dict[str, tuple[StageContext, dict]]) -> dict[str, Path]:

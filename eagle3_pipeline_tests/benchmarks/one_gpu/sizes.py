@@ -30,7 +30,7 @@ class Sizes:
         small_loads, large_loads: what is captured of each.
         num_compared: sequences that are compared with Transformers.
         num_prompts, prompt_tokens, new_tokens: what is generated.
-        utilization: share of the GPU's memory of each of the engines that share it.
+        utilization, kvcache_gib: share of the GPU's memory, and cache, of each of the engines that share it.
         batch_tokens, batch_sequences: of one engine step.
         concurrency: of the usual client.
     """
@@ -44,6 +44,7 @@ class Sizes:
     prompt_tokens: int
     new_tokens: int
     utilization: float
+    kvcache_gib: float
     batch_tokens: int
     batch_sequences: int
     concurrency: int
@@ -62,6 +63,7 @@ ON_GPU = Sizes(
     prompt_tokens=64,
     new_tokens=256,
     utilization=0.28,
+    kvcache_gib=20.0,
     batch_tokens=32_768,
     batch_sequences=1024,
     concurrency=128,
@@ -78,6 +80,7 @@ ON_CPU = Sizes(
     prompt_tokens=16,
     new_tokens=8,
     utilization=0.1,
+    kvcache_gib=1.0,
     batch_tokens=512,
     batch_sequences=16,
     concurrency=4,
