@@ -1,5 +1,6 @@
-"""The connector's own decisions, without an engine."""
+"""Decisions of the connector and the engine's arguments, without an engine."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from eagle3_pipeline.engine.connector import ShardConnector
+from eagle3_pipeline.engine.spec import EngineSpec
+from eagle3_pipeline.engine.vllm_backend import engine_arguments
 
 
 def _connector(rank: int) -> ShardConnector:
@@ -33,3 +36,10 @@ def test_only_the_rank_that_copies_reports_a_request(rank: int, monkeypatch: pyt
     parent = ShardConnector.__mro__[1]
     monkeypatch.setattr(parent, "get_finished", lambda _self, ids: (ids, None))
     assert _connector(rank).get_finished({"r"}) == ({"r"} if rank == 0 else None, None)
+
+
+def test_a_cache_of_a_given_size_is_asked_for_on_gpus_only() -> None:
+    spec = EngineSpec("model", "id", "bfloat16", False, 64, num_gpus=1, gpu_kvcache_gib=1.5)
+    assert engine_arguments(spec)["kv_cache_memory_bytes"] == 1.5 * 2**30
+    assert "kv_cache_memory_bytes" not in engine_arguments(replace(spec, gpu_kvcache_gib=None))
+    assert "kv_cache_memory_bytes" not in engine_arguments(replace(spec, num_gpus=0))

@@ -1,6 +1,8 @@
 """Hidden-state shards: written by many threads, sealed, read back; what a dead writer leaves behind."""
 
+import errno
 import json
+import os
 import struct
 import threading
 from pathlib import Path
@@ -262,3 +264,26 @@ def test_bf16_bits_convert_as_in_torch() -> None:
     every = np.arange(2**16, dtype=np.uint16)
     expected = torch.from_numpy(every.copy()).view(torch.bfloat16).float().numpy()
     assert np.array_equal(shards.bf16_to_float32(every), expected, equal_nan=True)
+
+
+def test_a_growing_shard_is_flushed_at_every_boundary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr(shards, "_FLUSH_BYTES", HEADER_BYTES + 10 * GEOMETRY.row_bytes)
+    monkeypatch.setattr(shards.os, "fdatasync", lambda descriptor: flushed.append(os.fstat(descriptor).st_size))
+    appender = ShardAppender(tmp_path, GEOMETRY.row_bytes, MANY)
+    for i in range(7):
+        _append(appender, f"s{i}", _rows(i, 4))
+    # Rows 8 to 11 cross byte 4,096 + 480; the next boundary lies beyond the 28 rows.
+    assert flushed == [HEADER_BYTES + 12 * GEOMETRY.row_bytes]
+
+
+def test_a_failed_flush_loses_the_sequence_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_descriptor: int) -> None:
+        raise OSError(errno.EIO, "the disk broke")
+
+    monkeypatch.setattr(shards, "_FLUSH_BYTES", HEADER_BYTES + 3 * GEOMETRY.row_bytes)
+    appender = ShardAppender(tmp_path, GEOMETRY.row_bytes, MANY)
+    assert not _append(appender, "before", _rows(0, 1)).error
+    monkeypatch.setattr(shards.os, "fdatasync", fail)
+    assert "the disk broke" in _append(appender, "lost", _rows(1, 4)).error
+    assert set(intact_records(tmp_path, GEOMETRY)) == {"before"}

@@ -1,8 +1,11 @@
 """Prefill of stored sequences and generation: a plain engine, this project, the usual client."""
 
 import re
+import shutil
+import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,11 @@ from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.data.sequences import Sequence
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.stages import identity as ids
-from eagle3_pipeline.stages.context import StageContext
+from eagle3_pipeline.stages.context import Produced, StageContext
 from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
 from eagle3_pipeline.stages.verifier_outputs import _write_sequences, materialise_outputs
 from eagle3_pipeline.store.fingerprint import digest
+from eagle3_pipeline.store.objects import ArtifactWriter
 from eagle3_pipeline_tests.benchmarks.multi_gpu import weights
 from eagle3_pipeline_tests.benchmarks.multi_gpu.captures import Tokens, disk_gib_per_s, draw_sequences, relative
 from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report
@@ -30,8 +34,25 @@ _TOLERANCE = 0.06
 _GREEDY = {"temperature": 0.0, "max_tokens": 1}
 
 
+@dataclass(frozen=True)
+class _Model:
+    """A verifier behind two engines, one plain, one that captures; `changes` of their specs."""
+
+    name: str
+    plain: StageContext
+    ours: StageContext
+    changes: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        capturing = self.ours.capturing_engine_spec
+        self.ours.capturing_engine_spec = lambda: replace(capturing(), **self.changes)  # type: ignore[method-assign]
+
+    def engine(self, captures: bool) -> EngineSpec:
+        return self.ours.capturing_engine_spec() if captures else replace(self.plain.engine_spec(), **self.changes)
+
+
 class Capture:
-    """All measurements of one GPU.
+    """The part `capture`: all measurements of engines on one GPU.
 
     Engines that are compared start together and share the GPU, each with a part of its memory; only one works at a
     time.
@@ -48,7 +69,7 @@ class Capture:
 
     def run(self) -> None:
         """The most telling first."""
-        step, start = self.report.step, self.sizes.start_s
+        step = self.report.step
         writing = [
             weights.start(self.home / "small", self.sizes.small, head_only=False),
             weights.start(self.home / "large", self.sizes.large, head_only=True),
@@ -57,11 +78,42 @@ class Capture:
             step("writing the verifiers", 10, lambda: [process.wait() for process in writing])
             disk = step("disk", 2, lambda: disk_gib_per_s(self.home, 2**28 if not self.num_gpus else 2**31))
             self.report.row("disk", "write and flush", disk or 0.0, "GiB/s")
-            step(SMALL, start + 120, self._small)
-            step(LARGE, start + 30, self._large)
         finally:
             for process in writing:
                 process.kill()
+        models = [
+            self._model(SMALL, "small", self._longest(self.sizes.small_loads, generates=True), {}),
+            self._model(LARGE, "large", self._longest(self.sizes.large_loads), {"load_format": "dummy"}),
+        ]
+        small, large = models
+        client = UsualClient(self.home / "client", self.home / "small", self._layers(small), self._server_arguments())
+        try:
+            step("starting all engines", self.sizes.start_s, lambda: self._start(models))
+            step("starting the usual client's server", 0, lambda: client.wait_ready(self.sizes.start_s))
+            step("parity", 30, lambda: self._parity(small))
+            for load in self.sizes.small_loads:
+                step(f"{SMALL}, {load.mean_tokens} tokens", 30, lambda load=load: self._measure(small, load))  # type: ignore[misc]
+                step("usual client", 60, lambda load=load: self._usual(client, small, load))  # type: ignore[misc]
+            client.stop()
+            step("generation", 60, lambda: self._generate(small))
+            for load in self.sizes.large_loads:
+                step(f"{LARGE}, {load.mean_tokens} tokens", 30, lambda load=load: self._measure(large, load))  # type: ignore[misc]
+            if self.sizes.memory_folder.is_dir():
+                step("without a disk", 40, lambda: self._in_memory(large))
+        finally:
+            client.stop()
+            for model in models:
+                for context in (model.plain, model.ours):
+                    context.engines.stop_all(self.report.log)
+
+    def _longest(self, loads: tuple[Load, ...], generates: bool = False) -> int:
+        longest = 1 + max(load.mean_tokens for load in loads) * 6 // 5
+        return max(longest, self.sizes.prompt_tokens * 6 // 5 + self.sizes.new_tokens) if generates else longest
+
+    def _model(self, name: str, folder: str, longest: int, changes: dict[str, Any]) -> "_Model":
+        make_tokenizer(self.home / folder)
+        plain, ours = (self._context(f"{folder}-{kind}", folder, longest) for kind in ("plain", "ours"))
+        return _Model(name, plain, ours, changes)
 
     def _context(self, name: str, model: str, longest: int) -> StageContext:
         """A home, and so a pool, of its own: engines that share the GPU do not wait for each other's lease."""
@@ -89,157 +141,127 @@ class Capture:
         )
         return StageContext(spec, self.report.log, self.home / name, self.num_gpus)
 
-    def _small(self) -> None:
-        longest = 1 + max(load.mean_tokens for load in self.sizes.small_loads) * 6 // 5
-        longest = max(longest, self.sizes.prompt_tokens * 6 // 5 + self.sizes.new_tokens)
-        make_tokenizer(self.home / "small")
-        plain, ours = (self._context(name, "small", longest) for name in ("small-plain", "small-ours"))
-        client = UsualClient(
-            self.home / "client", self.home / "small", self._layers(ours), self._server_arguments(longest)
-        )
-        try:
-            engines = self._start(SMALL, {"plain": (plain, {}), "capturing": (ours, {})})
-            client.wait_ready(self.sizes.start_s * 2)
-            for load in self.sizes.small_loads:
-                self._measure(SMALL, load, plain, ours, client, {})
-            self._parity(ours)
-            self._generate(plain, ours)
-            self.report.row(SMALL, "KV cache, plain engine", _kv_tokens(engines["plain"]), "tokens")
-            self.report.row(SMALL, "KV cache, capturing engine", _kv_tokens(engines["capturing"]), "tokens")
-        finally:
-            client.stop()
-            for context in (plain, ours):
-                context.engines.stop_all(self.report.log)
+    def _layers(self, model: "_Model") -> tuple[int, ...]:
+        return model.ours.verifier.geometry(model.ours.spec.capture).layer_ids
 
-    def _large(self) -> None:
-        longest = 1 + max(load.mean_tokens for load in self.sizes.large_loads) * 6 // 5
-        make_tokenizer(self.home / "large")
-        plain, ours = (self._context(name, "large", longest) for name in ("large-plain", "large-ours"))
-        dummy = {"load_format": "dummy"}
-        try:
-            self._start(LARGE, {"plain": (plain, dummy), "capturing": (ours, dummy)})
-            for load in self.sizes.large_loads:
-                self._measure(LARGE, load, plain, ours, None, dummy)
-        finally:
-            for context in (plain, ours):
-                context.engines.stop_all(self.report.log)
-
-    def _layers(self, context: StageContext) -> tuple[int, ...]:
-        return context.verifier.geometry(context.spec.capture).layer_ids
-
-    def _server_arguments(self, longest: int) -> dict[str, object]:
+    def _server_arguments(self) -> dict[str, object]:
         arguments: dict[str, object] = {
             "dtype": "bfloat16",
-            "max-model-len": longest + 1,
+            "max-model-len": self._longest(self.sizes.small_loads, generates=True) + 1,
             "max-num-batched-tokens": self.sizes.batch_tokens,
             "max-num-seqs": self.sizes.batch_sequences,
         }
-        return arguments | (
-            {
-                "gpu-memory-utilization": self.sizes.utilization,
-                "kv-cache-memory-bytes": round(self.sizes.kvcache_gib * 2**30),
-            }
-            if self.num_gpus
-            else {"enforce-eager": True}
-        )
+        if not self.num_gpus:
+            return arguments | {"enforce-eager": True}
+        cache = round(self.sizes.kvcache_gib * 2**30)
+        return arguments | {"gpu-memory-utilization": self.sizes.utilization, "kv-cache-memory-bytes": cache}
 
-    def _start(self, model: str, wanted: dict[str, tuple[StageContext, dict]]) -> dict[str, Path]:
-        """Starts the engines together, and warms them up; their state folders."""
+    def _start(self, models: list["_Model"]) -> None:
+        """Starts all engines together and warms them up."""
 
-        def start(name: str) -> tuple[str, Path]:
-            context, changes = wanted[name]
-            with context.engines.acquire(_engine(context, name == "capturing", changes), context.log) as client:
-                self.report.row(model, f"start of the {name} engine", client.waited_s, "s")
-                return name, context.engines.folder
+        def start(job: tuple[_Model, bool]) -> None:
+            model, captures = job
+            name = f"start of the {'capturing' if captures else 'plain'} engine"
+            context = model.ours if captures else model.plain
+            with context.engines.acquire(model.engine(captures), context.log) as client:
+                self.report.row(model.name, name, client.waited_s, "s")
+            self.report.row(model.name, name.replace("start", "KV cache"), _kv_tokens(context.engines.folder), "tokens")
 
-        with ThreadPoolExecutor(len(wanted)) as pool:
-            return dict(pool.map(start, wanted))
+        at_once = 2 * len(models) if self.num_gpus else 1
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(start, [(model, captures) for model in models for captures in (False, True)]))
 
-    def _measure(
-        self,
-        model: str,
-        load: Load,
-        plain: StageContext,
-        ours: StageContext,
-        client: UsualClient | None,
-        changes: dict[str, Any],
-    ) -> None:
-        vocab = plain.verifier.vocab_size
-        sequences = draw_sequences(load.num_sequences, load.mean_tokens, vocab, load.mean_tokens)
+    def _measure(self, model: "_Model", load: Load, part: str = "") -> None:
+        sequences = self._draw(model, load)
         num_tokens = sum(len(ids) - 1 for ids in sequences.values())
-        part = f"{model}, {load.mean_tokens} tokens"
-        for name, context in (("plain", plain), ("capturing", ours)):
-            self._prefill(
-                context,
-                _engine(context, name == "capturing", changes),
-                f"{part} warm-up",
-                dict(list(sequences.items())[:8]),
-            )
-        without_last = {name: ids[:-1] for name, ids in sequences.items()}
-        speed = self._prefill(plain, _engine(plain, False, changes), part, without_last)
-        plain_speed = num_tokens / speed["engine_s"]
-        self.report.row(part, PLAIN, plain_speed, "tok/s")
-        metrics, wall_s = self._publish(ours, part, sequences, changes)
-        in_engine = num_tokens / metrics["engine_s"]
-        published = num_tokens / wall_s
-        self.report.row(part, "this project, engine alone", in_engine, "tok/s")
-        self.report.row(part, OURS, published, "tok/s")
+        part = part or f"{model.name}, {load.mean_tokens} tokens"
+        for captures in (False, True):
+            self._prefill(model, captures, f"{part} warm-up", dict(list(sequences.items())[:8]))
+        speed = self._prefill(model, False, part, {name: ids[:-1] for name, ids in sequences.items()})
+        plain = num_tokens / speed["engine_s"]
+        wall_s = self._publish(model, part, sequences, self.sizes.chunks)
+        self.report.row(part, PLAIN, plain, "tok/s")
+        self.report.row(part, OURS, num_tokens / wall_s, "tok/s")
+        written = num_tokens * len(self._layers(model)) * model.ours.verifier.hidden_size * 2
+        self.report.row(part, "states written", written / wall_s / 1e9, "GB/s")
+        self.report.row(part, "this project / plain prefill", num_tokens / wall_s / plain)
+        for shard in (model.ours.store.root / "objects").rglob("shard-*"):
+            shard.unlink()
+
+    def _in_memory(self, model: "_Model") -> None:
+        """The largest load once more, with the store in the host's memory: what the disk takes of it."""
+        store = Path(tempfile.mkdtemp(dir=self.sizes.memory_folder))
+        objects = model.ours.store.root / "objects"
+        try:
+            objects.rename(objects.with_name("objects-on-disk"))
+            objects.symlink_to(store)
+            load = self.sizes.large_loads[-1]
+            self._measure(model, load, f"{model.name}, {load.mean_tokens} tokens, store in memory")
+        finally:
+            shutil.rmtree(store, ignore_errors=True)
+
+    def _usual(self, client: UsualClient, model: "_Model", load: Load) -> None:
+        if not load.num_client:
+            return
+        few = {name: ids[:-1] for name, ids in list(self._draw(model, load).items())[: load.num_client]}
+        elapsed = client.capture(f"load-{load.mean_tokens}", few, self.sizes.concurrency)
         self.report.row(
-            part,
-            "states written",
-            num_tokens * len(self._layers(ours)) * ours.verifier.hidden_size * 2 / wall_s / 1e9,
-            "GB/s",
+            f"{model.name}, {load.mean_tokens} tokens", CLIENT, sum(map(len, few.values())) / elapsed, "tok/s"
         )
-        self.report.row(part, "this project / plain prefill", published / plain_speed)
-        if client and load.num_client:
-            few = dict(list(without_last.items())[: load.num_client])
-            elapsed = client.capture(f"load-{load.mean_tokens}", few, self.sizes.concurrency)
-            usual = sum(map(len, few.values())) / elapsed
-            self.report.row(part, CLIENT, usual, "tok/s")
-            self.report.row(part, "this project / usual client", published / usual)
 
-    def _prefill(self, context: StageContext, engine: EngineSpec, what: str, sequences: Tokens) -> dict[str, float]:
+    def _draw(self, model: "_Model", load: Load) -> Tokens:
+        return draw_sequences(load.num_sequences, load.mean_tokens, model.plain.verifier.vocab_size, load.mean_tokens)
+
+    def _prefill(self, model: "_Model", captures: bool, what: str, sequences: Tokens) -> dict[str, float]:
         rows = [{"sequence_id": name, "input_ids": ids.tolist()} for name, ids in sequences.items()]
+        context = model.ours if captures else model.plain
         folder = context.home / "prefills" / digest(what)
-        states = folder / "states" if engine.layer_ids else None
-        return run_prompts(context, engine, PromptBatch(what, folder, rows, _GREEDY, states))[1]
+        states = folder / "states" if captures else None
+        batch = PromptBatch(what, folder, rows, _GREEDY, states)
+        speed = run_prompts(context, model.engine(captures), batch)[1]
+        shutil.rmtree(folder)
+        return speed
 
-    def _publish(
-        self, context: StageContext, name: str, sequences: Tokens, changes: dict[str, Any]
-    ) -> tuple[dict[str, float], float]:
-        """Publishes sequences, then times the stage that captures them; its metrics and seconds to the manifest."""
-        rows = [
-            Sequence(key, key, 0, ids.tolist(), [False] + [True] * (len(ids) - 1), 1, "", "", "data")
-            for key, ids in sequences.items()
-        ]
-        chunk = digest(name)
-        identity = ids.generations_identity(context.spec, context.verifier, chunk)
-        context.materialise(
-            identity, chunk, lambda writer: _write_sequences(context, chunk, identity, writer, rows, [], {})
-        )
-        if changes:
-            capturing = context.capturing_engine_spec
-            context.capturing_engine_spec = lambda: replace(capturing(), **changes)  # type: ignore[method-assign]
-        made = materialise_outputs(context, chunk, generations=False)
-        assert made.hidden_states
-        return dict(made.hidden_states.manifest.metrics), made.hidden_states.manifest.wall_s
+    def _publish(self, model: "_Model", name: str, sequences: Tokens, num_chunks: int) -> float:
+        """Seconds in which the stage publishes the states of all sequences, as chunks, some at a time.
 
-    def _parity(self, context: StageContext) -> None:
+        A backfill does the same: while one chunk is flushed and checked, the engine works on the next.
+        """
+        context, items = model.ours, list(sequences.items())
+        chunks = {digest(f"{name}-{i}"): dict(items[i::num_chunks]) for i in range(num_chunks)}
+        for chunk, part in chunks.items():
+            identity = ids.generations_identity(context.spec, context.verifier, chunk)
+            rows = [
+                Sequence(key, key, 0, tokens.tolist(), [False] + [True] * (len(tokens) - 1), 1, "", "", "data")
+                for key, tokens in part.items()
+            ]
+
+            def write(writer: ArtifactWriter, chunk=chunk, identity=identity, rows=rows) -> Produced:  # type: ignore[no-untyped-def]
+                return _write_sequences(context, chunk, identity, writer, rows, [], {})
+
+            context.materialise(identity, chunk, write)
+        started = time.monotonic()
+        with ThreadPoolExecutor(self.sizes.chunks_at_once) as pool:
+            list(pool.map(lambda chunk: materialise_outputs(context, chunk, generations=False), chunks))
+        return time.monotonic() - started
+
+    def _parity(self, model: "_Model") -> None:
         """Layers of some captured sequences against Transformers in float32."""
         import torch
         from transformers import AutoModelForCausalLM
 
+        context = model.ours
         sequences = draw_sequences(
             self.sizes.num_compared, self.sizes.small_loads[0].mean_tokens, context.verifier.vocab_size, 1
         )
-        self._publish(context, "parity", sequences, {})
-        found = captured_states(context.upstream(ids.HIDDEN_STATES, digest("parity")))
-        model = AutoModelForCausalLM.from_pretrained(self.home / "small", dtype=torch.float32)
-        layers = self._layers(context)
+        self._publish(model, "parity", sequences, 1)
+        found = captured_states(context.upstream(ids.HIDDEN_STATES, digest("parity-0")))
+        reference = AutoModelForCausalLM.from_pretrained(self.home / "small", dtype=torch.float32)
+        layers = self._layers(model)
         errors = {layer: 0.0 for layer in layers}
         neighbours = []
         for name, tokens in sequences.items():
-            expected = reference_states(model, tokens[:-1].tolist())
+            expected = reference_states(reference, tokens[:-1].tolist())
             for position, layer in enumerate(layers):
                 errors[layer] = max(errors[layer], relative(found[name][:, position], expected[layer]))
                 neighbours.append(relative(found[name][:, position], expected[layer - 1]))
@@ -250,36 +272,33 @@ class Capture:
             "neighbouring layers are told apart", min(neighbours) > 2 * max(errors.values()), min(neighbours)
         )
 
-    def _generate(self, plain: StageContext, ours: StageContext) -> None:
+    def _generate(self, model: "_Model") -> None:
         """Sampling alone, with capture in the same pass, and capture in a second pass."""
         sizes = self.sizes
-        prompts = draw_sequences(sizes.num_prompts, sizes.prompt_tokens, plain.verifier.vocab_size, 3)
+        prompts = draw_sequences(sizes.num_prompts, sizes.prompt_tokens, model.plain.verifier.vocab_size, 3)
         rows = [{"sequence_id": name, "input_ids": tokens.tolist()} for name, tokens in prompts.items()]
         sampling = {"temperature": 0.7 if self.num_gpus else 0.0, "max_tokens": sizes.new_tokens, "ignore_eos": True}
         new = sizes.num_prompts * sizes.new_tokens
 
-        def run(context: StageContext, capture: bool) -> tuple[dict[str, dict], float]:
+        def run(captures: bool) -> tuple[dict[str, dict], float]:
+            context = model.ours if captures else model.plain
             folder = context.home / "generation"
-            states = folder / "states" if capture else None
-            batch = PromptBatch("generating", folder, rows, sampling, states, include_output=capture)
-            answers, speed = run_prompts(context, _engine(context, capture, {}), batch)
+            states = folder / "states" if captures else None
+            batch = PromptBatch("generating", folder, rows, sampling, states, include_output=captures)
+            answers, speed = run_prompts(context, model.engine(captures), batch)
             return answers, speed["engine_s"]
 
-        answers, plain_s = run(plain, False)
-        _, one_pass_s = run(ours, True)
+        answers, plain_s = run(False)
+        _, one_pass_s = run(True)
         whole = {
-            name: np.asarray([*prompts[name][:], *answers[name]["token_ids"]][:-1], dtype=np.int32) for name in prompts
+            name: np.asarray([*tokens, *answers[name]["token_ids"]][:-1], dtype=np.int32)
+            for name, tokens in prompts.items()
         }
-        second_s = self._prefill(ours, _engine(ours, True, {}), "second pass", whole)["engine_s"]
+        second_s = self._prefill(model, True, "second pass", whole)["engine_s"]
         self.report.row("generation", "plain", new / plain_s, "new tok/s")
         self.report.row("generation", "with capture in the same pass", new / one_pass_s, "new tok/s")
         self.report.row("generation", "plain, then capture in a second pass", new / (plain_s + second_s), "new tok/s")
-        self.report.row("generation", "one pass slower than plain by", one_pass_s / plain_s - 1)
-
-
-def _engine(context: StageContext, capture: bool, changes: dict[str, Any]) -> EngineSpec:
-    spec = context.capturing_engine_spec() if capture else context.engine_spec()
-    return replace(spec, **changes)
+        self.report.row("generation", "one pass slower than plain by", 100 * (one_pass_s / plain_s - 1), "%")
 
 
 def _kv_tokens(folder: Path) -> float:

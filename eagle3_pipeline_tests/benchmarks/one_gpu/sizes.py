@@ -1,6 +1,7 @@
 """What is measured on a GPU, and the same in small to try the script on a machine without."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from eagle3_pipeline_tests.benchmarks.multi_gpu.sizes import TINY, Shape
 
@@ -33,6 +34,9 @@ class Sizes:
         utilization, kvcache_gib: share of the GPU's memory, and cache, of each of the engines that share it.
         batch_tokens, batch_sequences: of one engine step.
         concurrency: of the usual client.
+        chunks, chunks_at_once: into how many a load is cut, and how many are captured at the same time.
+        memory_folder: a file system in the host's memory, if there is one.
+        start_s: seconds that all engines are expected to take to start.
     """
 
     small: Shape
@@ -48,6 +52,9 @@ class Sizes:
     batch_tokens: int
     batch_sequences: int
     concurrency: int
+    chunks: int
+    chunks_at_once: int
+    memory_folder: Path
     start_s: float
 
 
@@ -62,12 +69,15 @@ ON_GPU = Sizes(
     num_prompts=2048,
     prompt_tokens=64,
     new_tokens=256,
-    utilization=0.28,
-    kvcache_gib=20.0,
+    utilization=0.14,
+    kvcache_gib=12.0,
     batch_tokens=32_768,
     batch_sequences=1024,
     concurrency=128,
-    start_s=100.0,
+    chunks=8,
+    chunks_at_once=3,
+    memory_folder=Path("/dev/shm"),
+    start_s=150.0,
 )
 ON_CPU = Sizes(
     small=TINY,
@@ -84,5 +94,8 @@ ON_CPU = Sizes(
     batch_tokens=512,
     batch_sequences=16,
     concurrency=4,
+    chunks=2,
+    chunks_at_once=2,
+    memory_folder=Path("/dev/shm"),
     start_s=60.0,
 )
