@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from eagle3_pipeline_tests.benchmarks.multi_gpu.sizes import TINY, Shape
+from eagle3_pipeline_tests.benchmarks.multi_gpu.sizes import TINY, DraftSize, Shape
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,32 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Training:
+    """A draft's training. Data of one epoch: every measured step is of it.
+
+    Attributes:
+        name: of the shape.
+        draft: geometry and batch.
+        shortest, longest: tokens of a sequence.
+        every: steps between two of the lines of progress that speculators is asked for; as many steps at the start, and
+            one, are not measured on either side.
+        split_steps: of this project, measured part by part.
+    """
+
+    name: str
+    draft: DraftSize
+    shortest: int
+    longest: int
+    every: int
+    split_steps: int
+
+    @property
+    def measured(self) -> tuple[int, int]:
+        """Optimizer steps (the first is 1) at whose ends the clock is read."""
+        return self.every + 1, (self.draft.steps - 1) // self.every * self.every + 1
+
+
+@dataclass(frozen=True)
 class Sizes:
     """All sizes of a run.
 
@@ -33,6 +59,9 @@ class Sizes:
         utilization: share of the GPU's memory of each of the engines that share it.
         batch_tokens, batch_sequences: of one engine step.
         concurrency: of the usual client.
+        trainings: drafts to train.
+        start_s: seconds that an engine's start is expected to take.
+        train_start_s: seconds until a training takes its first step; what takes three times as long is ended.
     """
 
     small: Shape
@@ -48,8 +77,11 @@ class Sizes:
     batch_sequences: int
     concurrency: int
     start_s: float
+    trainings: tuple[Training, ...]
+    train_start_s: float
 
 
+SMALL, LARGE = "135M shape", "8B shape"
 _SMOLLM2 = Shape(576, 1536, 30, 9, 3, 64, 49152)
 _8B = Shape(4096, 14336, 32, 32, 8, 128, 128256)
 ON_GPU = Sizes(
@@ -66,6 +98,12 @@ ON_GPU = Sizes(
     batch_sequences=1024,
     concurrency=128,
     start_s=100.0,
+    trainings=(
+        # 6 GiB of states on each side.
+        Training(LARGE, DraftSize(_8B, 32_000, 8192, 1, 22), 1000, 2000, 5, 10),
+        Training(SMALL, DraftSize(_SMOLLM2, 16_384, 8192, 1, 52), 1000, 2000, 10, 10),
+    ),
+    train_start_s=80.0,
 )
 ON_CPU = Sizes(
     small=TINY,
@@ -82,4 +120,6 @@ ON_CPU = Sizes(
     batch_sequences=16,
     concurrency=4,
     start_s=60.0,
+    trainings=(Training("tiny shape", DraftSize(TINY, 128, 256, 1, 12), 30, 60, 2, 3),),
+    train_start_s=40.0,
 )
