@@ -100,8 +100,8 @@ ON_GPU = Sizes(
     start_s=100.0,
     trainings=(
         # 6 GiB of states on each side.
-        Training(LARGE, DraftSize(_8B, 32_000, 8192, 1, 22), 1000, 2000, 5, 10),
-        Training(SMALL, DraftSize(_SMOLLM2, 16_384, 8192, 1, 52), 1000, 2000, 10, 10),
+        Training(LARGE, DraftSize(_8B, 32_000, 8192, 1, 23), 250, 1750, 5, 10),
+        Training(SMALL, DraftSize(_SMOLLM2, 16_384, 8192, 1, 53), 250, 1750, 10, 10),
     ),
     train_start_s=80.0,
 )

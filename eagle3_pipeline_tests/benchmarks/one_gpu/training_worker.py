@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from speculators.losses import resolve_loss_config
 
 from eagle3_pipeline.training.job import Job
 from eagle3_pipeline.training.loop import Trainer
@@ -54,7 +55,8 @@ class MeasuredTrainer(Trainer):
             "tokens_per_s": (done.tokens - began.tokens) / seconds,
             "data_wait_share": (done.wait_s - began.wait_s) / seconds,
             "peak_memory_bytes": float(peak_memory_bytes(self.device)),
-            "loss": next(iter(self.loss_config.values()))[0].__module__.rsplit(".", 1)[-1],
+            # What the probe left.
+            "loss": "eager" if self.loss_config == resolve_loss_config("kl_div", "eager") else "fused",
         }
         return found | {"split": self._split_steps(split_steps)}
 
