@@ -8,6 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from speculators.models.eagle3.data import shift_batch
+from speculators.train.data import CollateFn
 from transformers import LlamaForCausalLM
 
 from eagle3_pipeline.errors import TrainingError
@@ -65,6 +67,18 @@ def test_padding_is_no_document(chunks: list[dict[str, str]]) -> None:
     assert batch["document_ids"].shape == (1, 64)
     assert (batch["document_ids"][0, length:] == -1).all()
     assert not batch["loss_mask"][0, length:].any()
+
+
+def test_packing_is_that_of_speculators(chunks: list[dict[str, str]]) -> None:
+    dataset = HiddenStateDataset(load(chunks[0]), [0, 1, 2])
+    samples = [dataset[i] for i in range(3)]
+    flat = [{**sample, "hidden_states": sample["hidden_states"].flatten(1)} for sample in samples]
+    expected = CollateFn(128, HIDDEN, 3, torch.bfloat16, shift_batch)(flat)
+    found = PackedCollate(128)(samples)
+    assert found.keys() == {name for name, value in expected.items() if torch.is_tensor(value)}
+    for name, value in found.items():
+        assert value.dtype == expected[name].dtype
+        assert torch.equal(value, expected[name]), name
 
 
 def test_missing_sequence_is_an_error(tmp_path: Path, verifier: Verifier, rows: list[Row]) -> None:
