@@ -74,11 +74,15 @@ class Told:
 
 
 def num_workers(size: DraftSize) -> int:
-    """Data-loader processes: they hand over batches in shared memory, of which containers may have little."""
+    """Data-loader processes, half the cores at most, whose start is what the first step waits for.
+
+    They hand over batches in shared memory, of which containers may have little.
+    """
+    workers = min(_WORKERS, len(os.sched_getaffinity(0)) // 2)
     shape = size.verifier
     batch_bytes = size.batch_tokens * (len(size.aux_layer_ids) + 1) * shape.hidden * 2
     memory = os.statvfs("/dev/shm")
-    return _WORKERS if memory.f_bavail * memory.f_frsize > 2 * _WORKERS * batch_bytes else 0
+    return workers if memory.f_bavail * memory.f_frsize > 2 * workers * batch_bytes else 0
 
 
 def loss_implementation() -> str:
