@@ -25,7 +25,6 @@ import pyarrow.parquet as pq
 import torch
 from safetensors import safe_open
 from speculators.models.eagle3.data import shift_batch
-from speculators.train.data import CollateFn
 from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
 from torch.utils.data import DataLoader, Dataset
 
@@ -174,7 +173,10 @@ def _check_ids(where: str, expected: np.ndarray, found: np.ndarray) -> None:
 
 
 class HiddenStateDataset(Dataset):
-    """Samples of the form that `shift_batch` takes; each process opens a shard once."""
+    """Samples of the form that `shift_batch` takes; each process opens a shard once.
+
+    States are views of the memory map: the first copy of them is that into a packed batch.
+    """
 
     def __init__(self, table: SequenceTable, indices: Sequence[int]) -> None:
         self.table = table
@@ -206,7 +208,7 @@ class HiddenStateDataset(Dataset):
         file, start, num_rows = self._files[path], int(table.row_start[index]), int(table.num_rows[index])
         states = file.get_slice("hidden_states")[start : start + num_rows]  # [n-1, A+1, H]
         return {
-            "hidden_states": states[:, :-1].flatten(1),
+            "hidden_states": states[:, :-1],
             "verifier_last_hidden_states": states[:, -1],
             "input_ids": file.get_slice("input_ids")[start : start + num_rows].long(),
             "loss_mask": torch.from_numpy(table.mask(index).copy()),
@@ -220,20 +222,31 @@ class PackedCollate:
     """Packs samples into one row [1, S]; `document_ids` tells them apart, -1 is padding.
 
     Attributes:
-        hidden_size: H.
-        num_aux: A.
         pad_to: S; None: as long as the samples are (only compiled kernels need one fixed shape).
+        pin: whether batches lie in page-locked memory, from where a GPU copies them while it works.
     """
 
-    hidden_size: int
-    num_aux: int
     pad_to: int | None
+    pin: bool = False
 
     def __call__(self, samples: list[Batch]) -> Batch:
         """Shifts and packs samples."""
-        length = self.pad_to or sum(int(s["lengths"]) - 1 for s in samples)
-        packed = CollateFn(length, self.hidden_size, self.num_aux, torch.bfloat16, shift_batch)(samples)
-        return {name: value for name, value in packed.items() if isinstance(value, torch.Tensor)}
+        shifted = [shift_batch(sample) for sample in samples]
+        lengths = [int(sample.pop("lengths")) for sample in shifted]
+        length = self.pad_to or sum(lengths)
+        packed = {name: self._pack([sample[name] for sample in shifted], length, 0) for name in shifted[0]}
+        documents = [torch.full((n,), number) for number, n in enumerate(lengths)]
+        return {**packed, "document_ids": self._pack(documents, length, -1)}
+
+    def _pack(self, parts: list[torch.Tensor], length: int, padding: int) -> torch.Tensor:
+        """The parts one after the other in a row [1, S] or [1, S, features]; every byte is written once."""
+        packed = torch.empty((length, *parts[0].shape[1:]), dtype=parts[0].dtype, pin_memory=self.pin)
+        end = 0
+        for part in parts:
+            start, end = end, end + len(part)
+            packed[start:end] = part
+        packed[end:] = padding
+        return (packed if packed.ndim == 1 else packed.flatten(1)).unsqueeze(0)
 
 
 class PackedBatches:

@@ -123,47 +123,59 @@ class Trainer:
 
     def _step(self, group: Group) -> None:
         progress, spec = self.progress, self.spec
-        masks = [supervised_mask(batch, spec.ttt_steps) for batch in group.batches]
-        counts = [int(mask.sum()) for mask in masks]
+        counts = [int(supervised_mask(batch, spec.ttt_steps).sum()) for batch in group.batches]
         positions = sum(int((batch["document_ids"] >= 0).sum()) for batch in group.batches)
         num_supervised, num_positions = (int(n) for n in self._add([sum(counts), positions]))
-        losses = dict.fromkeys(("loss", *(f"loss_{i}" for i in range(spec.ttt_steps))), 0.0)
-        for number, cpu_batch, mask, count in zip(group.numbers, group.batches, masks, counts, strict=True):
-            batch = self.bench.to_device({**cpu_batch, "loss_mask": mask})
+        totals = self._no_losses()
+        for number, cpu_batch, count in zip(group.numbers, group.batches, counts, strict=True):
+            batch = self.bench.to_device(cpu_batch)
+            batch["loss_mask"] = supervised_mask(batch, spec.ttt_steps)
             batch["hidden_states"] = add_noise(batch["hidden_states"], spec.noise, spec.seed, progress.batches + number)
-            loss, metrics = self.loss(batch)
+            loss, losses = self.loss(batch)
             # Each supervised token weighs the same, however the step's tokens fall into batches and ranks.
             share = count / max(num_supervised, 1)
             (loss * share).backward()
-            for name in losses:
-                losses[name] += metrics[name] * share
-        losses = dict(zip(losses, self._add(list(losses.values())), strict=True))
+            totals += losses * share
+        norm, rate = self._update()
+        # The only wait for the device in a step; a step that diverged ends the run before anything of it is kept.
+        values = self._named(self._add(totals.tolist()))
+        if not math.isfinite(values["loss"]):
+            raise TrainingError(f"the loss became {values['loss']} at step {progress.step + 1}; lower training.lr")
         progress.batch, progress.batches = progress.batch + group.num_batches, progress.batches + group.num_batches
         progress.tokens += num_positions
-        if not math.isfinite(losses["loss"]):
-            raise TrainingError(f"the loss became {losses['loss']} at step {progress.step + 1}; lower training.lr")
+        progress.step += 1
+        progress.loss_sum += values["loss"] * num_supervised
+        progress.loss_tokens += num_supervised
+        self.log.add("step", progress.step, progress.epoch, "train", {**values, "lr": rate, "grad_norm": float(norm)})
+
+    def _update(self) -> tuple[torch.Tensor, float]:
+        """An optimizer step on the gradients that are there; the gradients' norm before clipping, the rate."""
         self.ranks.add_gradients(self.model.parameters())
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), spec.max_grad_norm)
-        rate = learning_rate(spec, progress.step, self.total_steps)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.max_grad_norm)
+        rate = learning_rate(self.spec, self.progress.step, self.total_steps)
         set_learning_rate(self.optimizers, rate)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        progress.step += 1
-        progress.loss_sum += losses["loss"] * num_supervised
-        progress.loss_tokens += num_supervised
-        self.log.add("step", progress.step, progress.epoch, "train", {**losses, "lr": rate, "grad_norm": float(norm)})
+        return norm, rate
+
+    def _no_losses(self) -> torch.Tensor:
+        """On the device, to add losses to without waiting for them: that of all TTT steps, and of each."""
+        return torch.zeros(1 + self.spec.ttt_steps, dtype=torch.float64, device=self.device)
+
+    def _named(self, losses: list[float]) -> dict[str, float]:
+        return dict(zip(("loss", *(f"loss_{i}" for i in range(self.spec.ttt_steps))), losses, strict=True))
 
     def _add(self, values: list[float]) -> list[float]:
         return self.ranks.add(values, self.device)
 
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss of a batch on the device, its value and that of each TTT step."""
-        loss, metrics, _ = self._forward(batch)
-        return loss, metrics
+        loss, losses, _ = self._forward(batch)
+        return loss, losses
 
-    def _forward(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float], list[torch.Tensor]]:
-        """Loss, its value and that of each TTT step, and the drafted tokens."""
+    def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Loss, its value and that of each TTT step (float64 [1 + steps], on the device), and the drafted tokens."""
         steps = self.spec.ttt_steps
         with torch.autocast(self.device.type, torch.bfloat16):
             draft_tokens, loss, metrics = self.model(
@@ -172,8 +184,8 @@ class Trainer:
                 ttt_step_loss_decay=self.spec.ttt_loss_decay,
                 loss_config=self.loss_config,
             )
-        values = {f"loss_{i}": float(metrics[f"loss_{i}_sum"]) for i in range(steps)}
-        return loss, {"loss": float(loss.detach()), **values}, draft_tokens
+        losses = torch.stack([loss.detach(), *(metrics[f"loss_{i}_sum"] for i in range(steps))])
+        return loss, losses.double(), draft_tokens
 
     def _validate(self, epoch: int, train_loss: float | None = None) -> None:
         """Measures an epoch, logs it, and keeps the weights if it is the best so far; all ranks learn the result."""
@@ -183,7 +195,7 @@ class Trainer:
     @torch.no_grad()
     def _measure(self) -> dict[str, float]:
         self.model.eval()
-        meter, sums, tokens = AcceptanceMeter(self.spec.ttt_steps), dict[str, float](), 0
+        meter, totals, tokens = AcceptanceMeter(self.spec.ttt_steps), self._no_losses(), 0
         choose = None if self._choices else self.bench.verifier_choice()
         for number, cpu_batch in enumerate(read_ahead(self.val_loader)):
             batch = self.bench.to_device(cpu_batch)
@@ -195,10 +207,9 @@ class Trainer:
             meter.add(draft_tokens, self._choices[number].to(self.device), batch)
             count = int(mask.sum())
             tokens += count
-            for name, value in losses.items():
-                sums[name] = sums.get(name, 0.0) + value * count
+            totals += losses * count
         accuracies = meter.result()
-        values = {name: value / max(tokens, 1) for name, value in sums.items()}
+        values = {name: value / max(tokens, 1) for name, value in self._named(totals.tolist()).items()}
         values |= {f"full_acc_{i}": v for i, v in enumerate(accuracies["full_acc"])}
         values |= {f"conditional_acc_{i}": v for i, v in enumerate(accuracies["conditional_acc"])}
         values["acceptance_length"] = meter.acceptance_length

@@ -22,7 +22,13 @@ def make_optimizers(model: torch.nn.Module, spec: TrainingSpec) -> list[torch.op
         # Scales Muon's updates to the size of AdamW's, so that one learning rate fits both.
         muon_adjust_lr_fn="match_rms_adamw",
     )
-    return build_optimizers(model, settings)
+    optimizers = build_optimizers(model, settings)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if isinstance(optimizer, torch.optim.AdamW) and group["params"][0].is_cuda:
+                # One kernel reads and writes weights and moments once.
+                group["fused"] = True
+    return optimizers
 
 
 def learning_rate(spec: TrainingSpec, step: int, total_steps: int) -> float:

@@ -50,10 +50,10 @@ class Bench:
     def loader(self, dataset: HiddenStateDataset, batches: PackedBatches) -> torch.utils.data.DataLoader:
         """A loader of packed batches."""
         spec = self.job.training
-        # Compiled attention wants one shape.
-        pad_to = spec.batch_tokens if self.device.type == "cuda" else None
-        collate = PackedCollate(self.model.hidden_size, len(self.job.aux_layer_ids), pad_to)
-        return make_loader(dataset, batches, collate, spec.num_workers, self.device.type == "cuda")
+        on_gpu = self.device.type == "cuda"
+        # Compiled attention wants one shape; worker processes cannot lock pages, their loader does it.
+        collate = PackedCollate(spec.batch_tokens if on_gpu else None, pin=on_gpu and not spec.num_workers)
+        return make_loader(dataset, batches, collate, spec.num_workers, on_gpu)
 
     def fixed_loader(self, indices: list[int]) -> torch.utils.data.DataLoader:
         """A loader whose batches are the same in every epoch and for every seed."""

@@ -8,6 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from speculators.models.eagle3.data import shift_batch
+from speculators.train.data import CollateFn
 from transformers import LlamaForCausalLM
 
 from eagle3_pipeline.errors import TrainingError
@@ -39,7 +41,7 @@ def test_positions_pair_a_token_with_the_state_before_it_and_the_target_after_it
     table = load(write_chunk(tmp_path / "c", verifier[1], rows[:3]))
     assert len(table.shards) > 1
     dataset = HiddenStateDataset(table, [0, 1, 2])
-    batch = PackedCollate(HIDDEN, 3, None)([dataset[i] for i in range(3)])
+    batch = PackedCollate(None)([dataset[i] for i in range(3)])
     at = 0
     for row in rows[:3]:
         states = capture(verifier[1], row.input_ids)
@@ -60,11 +62,23 @@ def test_positions_pair_a_token_with_the_state_before_it_and_the_target_after_it
 
 def test_padding_is_no_document(chunks: list[dict[str, str]]) -> None:
     dataset = HiddenStateDataset(load(chunks[0]), [0])
-    batch = PackedCollate(HIDDEN, 3, 64)([dataset[0]])
+    batch = PackedCollate(64)([dataset[0]])
     length = int(dataset.num_positions[0])
     assert batch["document_ids"].shape == (1, 64)
     assert (batch["document_ids"][0, length:] == -1).all()
     assert not batch["loss_mask"][0, length:].any()
+
+
+def test_packing_is_that_of_speculators(chunks: list[dict[str, str]]) -> None:
+    dataset = HiddenStateDataset(load(chunks[0]), [0, 1, 2])
+    samples = [dataset[i] for i in range(3)]
+    flat = [{**sample, "hidden_states": sample["hidden_states"].flatten(1)} for sample in samples]
+    expected = CollateFn(128, HIDDEN, 3, torch.bfloat16, shift_batch)(flat)
+    found = PackedCollate(128)(samples)
+    assert found.keys() == {name for name, value in expected.items() if torch.is_tensor(value)}
+    for name, value in found.items():
+        assert value.dtype == expected[name].dtype
+        assert torch.equal(value, expected[name]), name
 
 
 def test_missing_sequence_is_an_error(tmp_path: Path, verifier: Verifier, rows: list[Row]) -> None:
@@ -133,6 +147,6 @@ def test_worker_processes_give_the_same_batches(chunks: list[dict[str, str]]) ->
     for num_workers in (0, 1):
         batches = PackedBatches(dataset.num_positions, 64, 0)
         batches.select(1)
-        given.append(list(make_loader(dataset, batches, PackedCollate(HIDDEN, 3, None), num_workers, False)))
+        given.append(list(make_loader(dataset, batches, PackedCollate(None), num_workers, False)))
     for one, other in zip(*given, strict=True):
         assert all(np.array_equal(one[name].float(), other[name].float()) for name in one)

@@ -30,7 +30,7 @@ def test_loss_and_accuracies_equal_speculators_on_the_same_samples(
     """The reference: whole captures, padded; a position is marked if its next token is trained on."""
     settings = {"ttt_steps": 3, "loss_config": resolve_loss_config("kl_div", "eager")}
     dataset = HiddenStateDataset(bench.table, [4, 5, 6])
-    ours = PackedCollate(HIDDEN, 3, None)([dataset[i] for i in range(3)])
+    ours = PackedCollate(None)([dataset[i] for i in range(3)])
     ours["loss_mask"] = supervised_mask(ours, 3)
     samples = []
     for row in rows[4:7]:
@@ -118,7 +118,7 @@ def test_first_step_acceptance_by_hand(
                 outside += wanted not in vocab_map[1]
     model, meter = bench.model.float(), AcceptanceMeter(1)
     dataset = HiddenStateDataset(bench.table, list(range(8)))
-    batch = PackedCollate(HIDDEN, 3, None)([dataset[i] for i in range(8)])
+    batch = PackedCollate(None)([dataset[i] for i in range(8)])
     choice = bench.verifier_choice()(batch)
     tokens = model(
         hidden_states=batch["hidden_states"].float(),
@@ -143,7 +143,7 @@ def test_choice_is_the_verifiers_own_next_token(
     dataset = HiddenStateDataset(bench.table, list(range(len(rows))))
     same = total = 0
     for number, row in enumerate(rows):
-        choice = choose(PackedCollate(HIDDEN, 3, None)([dataset[number]]))
+        choice = choose(PackedCollate(None)([dataset[number]]))
         for k in range(1, len(row.input_ids) - 1):
             if row.loss_mask[k + 1]:
                 wanted = row.input_ids[k + 1]

@@ -23,7 +23,7 @@ from eagle3_pipeline.workers import run_worker
 from eagle3_pipeline_tests.benchmarks.multi_gpu import weights
 from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report
 from eagle3_pipeline_tests.benchmarks.multi_gpu.sizes import DraftSize, Sizes
-from eagle3_pipeline_tests.benchmarks.multi_gpu.training_data import job, write_data
+from eagle3_pipeline_tests.benchmarks.multi_gpu.training_data import full_batches, job, write_data
 
 # The first step sees equal weights; later ones carry along what adding in another order and bf16 make of them.
 _TOLERANCES = {"loss": (1e-3, 1e-2), "grad_norm": (5e-3, 3e-2), "lr": (1e-9, 1e-9)}
@@ -60,7 +60,7 @@ class Training:
 
     def _write(self, name: str, size: DraftSize) -> dict[str, Any]:
         num_batches = size.steps * size.batches_a_rank * self.num
-        return write_data(self.home / f"{name}-data", size, num_batches)
+        return write_data(self.home / f"{name}-data", size, full_batches(size, num_batches))
 
     def _job(self, name: str, size: DraftSize, data: dict[str, Any], output: str, **training: Any) -> dict[str, Any]:
         if not self.report.num_gpus:

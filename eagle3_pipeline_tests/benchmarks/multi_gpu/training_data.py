@@ -1,5 +1,6 @@
 """Random training data: shards, sequences and a vocabulary map of any shape, in seconds."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,29 @@ from eagle3_pipeline.config import DraftSpec, TrainingSpec
 from eagle3_pipeline.store.shards import Geometry, ShardAppender, seal_shards
 from eagle3_pipeline_tests.benchmarks.multi_gpu.sizes import DraftSize
 
+Written = Callable[[np.ndarray, np.ndarray, torch.Tensor], object]
 # Sequences of a packed batch; all have the same length, so that every batch is full.
 _A_BATCH = 4
-_NUM_VALIDATION = 8
+NUM_VALIDATION = 8
 _SHARD_BYTES = 2**32
 
 
-def write_data(folder: Path, size: DraftSize, num_batches: int) -> dict[str, Any]:
-    """Writes `num_batches` full batches of training data, and sequences for validation.
+def full_batches(size: DraftSize, num_batches: int) -> list[int]:
+    """Lengths of sequences that fill `num_batches` batches, and of some for validation."""
+    # One position fewer than rows after the shift, so a batch is not quite full.
+    return [size.batch_tokens // _A_BATCH + 1] * (num_batches * _A_BATCH + NUM_VALIDATION)
+
+
+def write_data(
+    folder: Path, size: DraftSize, lengths: Sequence[int], also: Written = lambda *_: None
+) -> dict[str, Any]:
+    """Writes random training data.
+
+    Args:
+        folder: receives it.
+        size: whose geometry it has.
+        lengths: tokens of each sequence.
+        also: is given each sequence: its ids [n], mask [n] and the states of all its tokens [n, layers, H].
 
     Returns:
         The fields of a training worker's spec that name the data.
@@ -28,22 +44,23 @@ def write_data(folder: Path, size: DraftSize, num_batches: int) -> dict[str, Any
     folder.mkdir(parents=True)
     shape = size.verifier
     geometry = Geometry((*size.aux_layer_ids, shape.layers), shape.hidden)
-    length = size.batch_tokens // _A_BATCH  # rows; one position fewer after the shift, so a batch is not quite full
+    longest = max(lengths)
     draw = np.random.default_rng(0)
     # Drawn once: rows of different sequences start at different places of it.
     torch.manual_seed(0)
-    block = torch.randn(2 * length, len(geometry.layer_ids), shape.hidden).to(torch.bfloat16)
+    block = torch.randn(2 * longest, len(geometry.layer_ids), shape.hidden).to(torch.bfloat16)
     appender = ShardAppender(folder / "states", geometry.row_bytes, _SHARD_BYTES)
     rows, records, tokens = [], [], {}
-    for number in range(num_batches * _A_BATCH + _NUM_VALIDATION):
+    for number, length in enumerate(lengths):
         name = f"s{number:06d}"
-        ids = draw.integers(0, shape.vocab, length + 1).astype(np.int32)
+        ids = draw.integers(0, shape.vocab, length).astype(np.int32)
         # Batches with different numbers of supervised tokens: ranks must weigh them.
-        mask = np.arange(length + 1) >= draw.integers(length // 8, length * 7 // 8)
-        start = int(draw.integers(0, length))
-        states = block[start : start + length].contiguous()
+        mask = np.arange(length) >= draw.integers(length // 8, length * 7 // 8)
+        start = int(draw.integers(0, longest))
+        states = block[start : start + length]
+        also(ids, mask, states)
         rows.append({"sequence_id": name, "conversation_id": name, "input_ids": ids, "loss_mask": mask})
-        records.append(appender.append(name, memoryview(states.view(torch.int16).numpy())))
+        records.append(appender.append(name, memoryview(states[:-1].view(torch.int16).numpy())))
         tokens[name] = ids[:-1]
     appender.close()
     seal_shards(folder / "states", records, tokens, geometry, {})
@@ -71,7 +88,7 @@ def job(
         "batch_tokens": size.batch_tokens,
         "accumulate": world * size.batches_a_rank,
         "validation_fraction": 0.0,
-        "min_validation_samples": _NUM_VALIDATION,
+        "min_validation_samples": NUM_VALIDATION,
         # Compiled attention takes longer to compile than all of this takes.
         "attention": "sdpa",
         "log_every_s": 0.01,

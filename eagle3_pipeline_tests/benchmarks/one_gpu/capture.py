@@ -23,12 +23,11 @@ from eagle3_pipeline.store.objects import ArtifactWriter
 from eagle3_pipeline_tests.benchmarks.multi_gpu import weights
 from eagle3_pipeline_tests.benchmarks.multi_gpu.captures import Tokens, disk_gib_per_s, draw_sequences, relative
 from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report
-from eagle3_pipeline_tests.benchmarks.one_gpu.sizes import Load, Sizes
+from eagle3_pipeline_tests.benchmarks.one_gpu.sizes import LARGE, SMALL, Load, Sizes
 from eagle3_pipeline_tests.benchmarks.one_gpu.usual_client import UsualClient
 from eagle3_pipeline_tests.state_parity import captured_states, reference_states
 from eagle3_pipeline_tests.tiny_model import make_tokenizer
 
-SMALL, LARGE = "135M shape", "8B shape"
 PLAIN, OURS, CLIENT = "plain prefill", "this project, to the published manifest", "usual client"
 _TOLERANCE = 0.06
 _GREEDY = {"temperature": 0.0, "max_tokens": 1}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle3_pipeline_tests.benchmarks.multi_gpu.sizes import TINY, Shape
+from eagle3_pipeline_tests.benchmarks.multi_gpu.sizes import TINY, DraftSize, Shape
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,32 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Training:
+    """A draft's training. Data of one epoch: every measured step is of it.
+
+    Attributes:
+        name: of the shape.
+        draft: geometry and batch.
+        shortest, longest: tokens of a sequence.
+        every: steps between two of the lines of progress that speculators is asked for; as many steps at the start, and
+            one, are not measured on either side.
+        split_steps: of this project, measured part by part.
+    """
+
+    name: str
+    draft: DraftSize
+    shortest: int
+    longest: int
+    every: int
+    split_steps: int
+
+    @property
+    def measured(self) -> tuple[int, int]:
+        """Optimizer steps (the first is 1) at whose ends the clock is read."""
+        return self.every + 1, (self.draft.steps - 1) // self.every * self.every + 1
+
+
+@dataclass(frozen=True)
 class Sizes:
     """All sizes of a run.
 
@@ -37,6 +63,8 @@ class Sizes:
         chunks, chunks_at_once: into how many a load is cut, and how many are captured at the same time.
         memory_folder: a file system in the host's memory, if there is one.
         start_s: seconds that all engines are expected to take to start.
+        trainings: drafts to train.
+        train_start_s: seconds until a training takes its first step; what takes three times as long is ended.
     """
 
     small: Shape
@@ -56,8 +84,11 @@ class Sizes:
     chunks_at_once: int
     memory_folder: Path
     start_s: float
+    trainings: tuple[Training, ...]
+    train_start_s: float
 
 
+SMALL, LARGE = "135M shape", "8B shape"
 _SMOLLM2 = Shape(576, 1536, 30, 9, 3, 64, 49152)
 _8B = Shape(4096, 14336, 32, 32, 8, 128, 128256)
 ON_GPU = Sizes(
@@ -78,6 +109,12 @@ ON_GPU = Sizes(
     chunks_at_once=3,
     memory_folder=Path("/dev/shm"),
     start_s=150.0,
+    trainings=(
+        # 6 GiB of states on each side.
+        Training(LARGE, DraftSize(_8B, 32_000, 8192, 1, 23), 250, 1750, 5, 10),
+        Training(SMALL, DraftSize(_SMOLLM2, 16_384, 8192, 1, 53), 250, 1750, 10, 10),
+    ),
+    train_start_s=80.0,
 )
 ON_CPU = Sizes(
     small=TINY,
@@ -98,4 +135,6 @@ ON_CPU = Sizes(
     chunks_at_once=2,
     memory_folder=Path("/dev/shm"),
     start_s=60.0,
+    trainings=(Training("tiny shape", DraftSize(TINY, 128, 256, 1, 12), 30, 60, 2, 3),),
+    train_start_s=40.0,
 )
