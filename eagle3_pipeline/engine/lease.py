@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import psutil
 
-from eagle3_pipeline.engine.devices import gpu_memory
+from eagle3_pipeline.engine.devices import gpu_memory, visible_gpus
 from eagle3_pipeline.errors import LeaseError
 from eagle3_pipeline.workers import LEASE_RECORDS, process_started, session_record
 
@@ -28,7 +28,7 @@ class Lease:
     """Devices held by this process.
 
     Attributes:
-        gpus: indices; empty for the CPU slot.
+        gpus: the driver's indices; empty for the CPU slot.
         records: lock files; each holds a line of the holder and one of each worker that uses the device for it.
     """
 
@@ -46,12 +46,14 @@ class GpuPool:
 
     Args:
         folder: where the lock files lie; one per machine.
-        num_gpus: GPUs of the machine; 0: there is one CPU slot.
+        num_gpus: how many of the GPUs that this process may use, the first ones; 0: there is one CPU slot.
     """
 
     def __init__(self, folder: Path, num_gpus: int) -> None:
         self._folder = folder
-        self._slots = [f"gpu-{i}" for i in range(num_gpus)] or ["cpu-0"]
+        # Made-up devices, for tests, where there is no GPU.
+        indices = visible_gpus()[:num_gpus] or range(num_gpus)
+        self._slots = [f"gpu-{i}" for i in indices] or ["cpu-0"]
         self._num_gpus = num_gpus
 
     @contextlib.contextmanager
@@ -77,7 +79,7 @@ class GpuPool:
         """
         wanted = count if self._num_gpus else 1
         if wanted > len(self._slots):
-            raise LeaseError(f"{wanted} GPUs wanted for {holder}, this machine's pool has {self._num_gpus}")
+            raise LeaseError(f"{wanted} GPUs wanted for {holder}, this machine's pool has {len(self._slots)}")
         files = self._wait(wanted, holder, timeout_s, on_wait, while_waiting)
         try:
             # If this fails, the records stay: the next holder looks for left-overs again.
@@ -135,9 +137,9 @@ class GpuPool:
         """After a dead holder: its memory goes back some time after its processes."""
         deadline = time.monotonic() + _REAP_TIMEOUT_S
         index = int(Path(file.name).stem.split("-")[1])
-        while index < len(found := gpu_memory()) and found[index].free_bytes < _FREE_SHARE * found[index].total_bytes:
+        while (memory := gpu_memory().get(index)) and memory.free_bytes < _FREE_SHARE * memory.total_bytes:
             if time.monotonic() > deadline:
-                on_wait(f"GPU {index}: {found[index].free_bytes:,} of {found[index].total_bytes:,} bytes are free")
+                on_wait(f"GPU {index}: {memory.free_bytes:,} of {memory.total_bytes:,} bytes are free")
                 return
             time.sleep(_POLL_S)
 

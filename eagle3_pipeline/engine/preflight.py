@@ -1,7 +1,7 @@
 """Checks before a load: what would fail after 22 minutes of 8 GPUs fails here in milliseconds."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,12 +38,12 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
-def check_gpus(spec_gpus: int, gpus: Sequence[GpuMemory], utilization: float) -> list[Check]:
+def check_gpus(spec_gpus: int, gpus: Mapping[int, GpuMemory], utilization: float) -> list[Check]:
     """Enough GPUs, each with the memory free that vLLM will take.
 
     Args:
         spec_gpus: GPUs of one engine.
-        gpus: those of this machine.
+        gpus: those that this process may use, by index.
         utilization: share of the memory that vLLM takes.
     """
     present = Check(
@@ -54,7 +54,7 @@ def check_gpus(spec_gpus: int, gpus: Sequence[GpuMemory], utilization: float) ->
         "lower resources.tensor_parallel_size, or run on a machine that has them",
     )
     checks = [present]
-    for index, memory in enumerate(gpus[:spec_gpus]):
+    for index, memory in list(gpus.items())[:spec_gpus]:
         needed = memory.total_bytes * utilization
         advice = "stop what else uses it, or lower resources.gpu_memory_utilization"
         found, wanted = gib(memory.free_bytes), gib(needed)
@@ -68,7 +68,7 @@ def check_pool(spec_gpus: int, pool_gpus: int) -> Check:
     return Check("GPUs of the pool", pool_gpus >= spec_gpus, str(pool_gpus), str(spec_gpus), advice)
 
 
-def check_gpu_fit(spec: EngineSpec, weight_bytes: int, kv_bytes_per_token: int, gpus: Sequence[GpuMemory]) -> Check:
+def check_gpu_fit(spec: EngineSpec, weight_bytes: int, kv_bytes_per_token: int, gpus: Mapping[int, GpuMemory]) -> Check:
     """Weights, reserve and the caches of one longest sequence fit what vLLM takes of each GPU.
 
     The capture caches `row_bytes` a token beside the attention cache, on every GPU.
@@ -76,7 +76,7 @@ def check_gpu_fit(spec: EngineSpec, weight_bytes: int, kv_bytes_per_token: int, 
     weights = weight_bytes / spec.num_gpus
     caches = spec.max_model_len * (kv_bytes_per_token / spec.num_gpus + spec.row_bytes)
     needed = weights + GPU_RESERVE_BYTES + caches
-    have = min((memory.total_bytes for memory in gpus), default=0) * spec.gpu_memory_utilization
+    have = min((memory.total_bytes for memory in gpus.values()), default=0) * spec.gpu_memory_utilization
     needed_text = (
         f"{gib(needed)} (weights {gib(weights)}, reserve {gib(GPU_RESERVE_BYTES)}, caches of one sequence of "
         f"{spec.max_model_len:,} tokens {gib(caches)})"

@@ -66,15 +66,15 @@ def test_an_answer_whose_end_does_not_stop_the_verifier_is_told_before_the_load(
 
 
 def test_missing_gpus_are_counted() -> None:
-    (check,) = check_gpus(8, [], 0.85)
+    (check,) = check_gpus(8, {}, 0.85)
     assert not check.passed
     assert check.line().startswith("FAIL  GPUs: found 0, needed 8: lower resources.tensor_parallel_size")
-    assert [c.passed for c in check_gpus(2, [H200, H200, H200], 0.85)] == [True, True, True]
+    assert [c.passed for c in check_gpus(2, dict.fromkeys(range(3), H200), 0.85)] == [True, True, True]
 
 
 def test_memory_that_somebody_else_holds_is_named_by_gpu() -> None:
     busy = GpuMemory(141 * GIB, 100 * GIB)
-    lines = [check.line() for check in check_gpus(2, [H200, busy], 0.85) if not check.passed]
+    lines = [check.line() for check in check_gpus(2, {0: H200, 1: busy}, 0.85) if not check.passed]
     # 0.85 x 141 GiB = 119.85 GiB are needed.
     assert len(lines) == 1
     assert "free memory of GPU 1: found 100.0 GiB, needed 119.8 GiB" in lines[0]
@@ -84,8 +84,8 @@ def test_kimi_fits_eight_h200_and_not_four() -> None:
     """547 GB / 8 = 63.7 GiB of weights a GPU; 120 GiB for vLLM; four GPUs would need 127.4 GiB each."""
     spec = engine(layer_ids=(2, 30, 58, 61), hidden_size=7168)
     kv = 2 * (512 + 64) * 61
-    assert check_gpu_fit(spec, 547 * 10**9, kv, [H200] * 8).passed
-    four = check_gpu_fit(engine(num_gpus=4), 547 * 10**9, kv, [H200] * 4)
+    assert check_gpu_fit(spec, 547 * 10**9, kv, dict.fromkeys(range(8), H200)).passed
+    four = check_gpu_fit(engine(num_gpus=4), 547 * 10**9, kv, dict.fromkeys(range(4), H200))
     assert not four.passed
     assert "weights 127.4 GiB" in four.needed
 
@@ -93,10 +93,10 @@ def test_kimi_fits_eight_h200_and_not_four() -> None:
 def test_the_capture_cache_counts() -> None:
     """57,344 bytes a token and 8,192 tokens are 0.44 GiB; at 2,000,000 tokens they are 106.8 GiB."""
     small = engine(layer_ids=(2, 30, 58, 61), hidden_size=7168)
-    assert "caches of one sequence of 8,192 tokens 0.4 GiB" in check_gpu_fit(small, 0, 0, [H200]).needed
+    assert "caches of one sequence of 8,192 tokens 0.4 GiB" in check_gpu_fit(small, 0, 0, {0: H200}).needed
     long = engine(layer_ids=(2, 30, 58, 61), hidden_size=7168, max_model_len=2_000_000)
-    assert "106.8 GiB" in check_gpu_fit(long, 0, 0, [H200]).needed
-    assert not check_gpu_fit(long, 547 * 10**9, 0, [H200] * 8).passed
+    assert "106.8 GiB" in check_gpu_fit(long, 0, 0, {0: H200}).needed
+    assert not check_gpu_fit(long, 547 * 10**9, 0, dict.fromkeys(range(8), H200)).passed
 
 
 def test_a_disk_that_is_too_small_says_how_much(tmp_path: Path) -> None:

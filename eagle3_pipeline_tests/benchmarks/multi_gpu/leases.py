@@ -66,7 +66,7 @@ def check_devices(report: Report, state: EngineState) -> None:
     settings = {tuple(e.get(name) for name in _VARIABLES) for e in workers}
     report.check(f"{', '.join(_VARIABLES)} of its processes", settings == {_EXPECTED}, settings)
     if memory := gpu_memory():
-        used = [i for i, gpu in enumerate(memory) if gpu.free_bytes < _FREE_SHARE * gpu.total_bytes]
+        used = [i for i, gpu in memory.items() if gpu.free_bytes < _FREE_SHARE * gpu.total_bytes]
         report.check("its GPUs are in use", set(gpus) <= set(used), f"used {used}")
         _check_nvml(report, set(_session(found["pid"])), gpus)
 
