@@ -47,7 +47,7 @@ JOBS = _split("""
 """)
 ANIMALS = _split("""
     dog; cat; horse; elephant; penguin; owl; dolphin; octopus; bear; wolf; fox; rabbit; turtle; parrot; whale; bee; ant;
-    spider; frog; snake; lion; tiger; giraffe; camel; kangaroo; koala; squirrel; hedgehog; bat; eagle; swan; goat; sheep;
+    frog; snake; lion; tiger; giraffe; camel; kangaroo; koala; squirrel; hedgehog; bat; eagle; swan; goat; sheep;
     otter; beaver; shark; crab; butterfly; mouse; donkey; flamingo; seal; panda; moose; salmon; snail; crow; duck
 """)
 FOODS = _split("""
@@ -60,12 +60,12 @@ FOODS = _split("""
 HOBBIES = _split("""
     running; cycling; swimming; hiking; rock climbing; drawing; watercolour painting; playing the guitar; singing;
     playing chess; bird watching; gardening; baking; knitting; sewing; woodworking; pottery; photography; writing a
-    diary; reading novels; learning Spanish; learning to code; juggling; calligraphy; origami; sailing; skating; dancing;
+    diary; reading novels; learning Spanish; learning to code; juggling; calligraphy; origami; sailing; dancing;
     fishing; stargazing; collecting stamps; model building; meditation; yoga; tennis; volunteering; camping; origami
     animals; blogging; playing the piano; video editing; home brewing; beekeeping; public speaking; speed cubing
 """)
 NAMES = _split("""
-    Maria; Ahmed; Lucas; Priya; Hannah; Diego; Mei; Oliver; Fatima; Jonas; Sara; Kofi; Elena; Noah; Yuki; Carlos; Ingrid;
+    Maria; Ahmed; Lucas; Priya; Hannah; Diego; Mei; Oliver; Fatima; Jonas; Sara; Kofi; Elena; Noah; Yuki; Ingrid;
     Peter; Leila; Marco; Grace; Ivan; Amina; Paul; Nora; Samuel; Clara; Victor; Zoe; Daniel; Rosa; Henry; Tara; Felix
 """)
 SITUATIONS = _split("""
@@ -77,7 +77,7 @@ SITUATIONS = _split("""
     a team meeting; a presentation in class; a yard sale; a house full of boxes; a winter storm; a holiday abroad
 """)
 EMOTIONS = _split("""
-    happy; nervous; proud; lonely; curious; tired; bored; hopeful; angry; grateful; confused; excited; homesick; jealous;
+    happy; nervous; proud; lonely; curious; tired; bored; hopeful; angry; grateful; confused; excited; jealous;
     calm; worried; disappointed; inspired; embarrassed; cheerful; restless; shy; overwhelmed; relieved; sad
 """)
 TASKS = _split("""
