@@ -48,7 +48,8 @@ _ON_CPU = "eagle3_pipeline_tests.benchmarks.one_gpu.speculators_on_cpu"
 _COMPLETE, _INTERRUPTED, _BEST = "complete", "interrupted", "checkpoint_best"
 # Before it, dynamo does not compile the fused loss.
 _FUSED_SINCE = Version("2.12")
-_START_TIMEOUT_S, _SAVE_TIMEOUT_S = 240.0, 60.0
+_START_TIMEOUT_S, _SAVE_TIMEOUT_S = 240.0, 30.0
+_SAVED = "Interrupt checkpoint saved"
 _PREFETCH = 2
 
 
@@ -199,7 +200,10 @@ def _train(
                         log(f"speculators takes its first step after {first - started:.1f} s")
                         watches.append(_later(limit_s, process, signal.SIGINT))
                         watches.append(_later(limit_s + _SAVE_TIMEOUT_S, process, signal.SIGKILL))
-            process.wait(_SAVE_TIMEOUT_S)
+                if _SAVED in line:
+                    break
+            else:
+                process.wait(_SAVE_TIMEOUT_S)
         finally:
             for watch in watches:
                 watch.cancel()
@@ -208,13 +212,15 @@ def _train(
             process.wait()
     if not first:
         raise TrainingError(f"speculators train took no step:\n{log_tail(path)}")
-    now = time.monotonic()
-    return {"start_s": first - started, "trained_s": now - first, "last_logged_step": float(last_step)}
+    # After the interruption it only saves, and sometimes waits for its data-loader processes until it is killed.
+    trained_s = min(time.monotonic() - first, limit_s)
+    return {"start_s": first - started, "trained_s": trained_s, "last_logged_step": float(last_step)}
 
 
 def _later(seconds: float, process: subprocess.Popen, number: signal.Signals) -> threading.Timer:
-    """Sends a signal to the process, not to its data-loader processes."""
-    timer = threading.Timer(seconds, process.send_signal, [number])
+    """Kills the process and its data-loader processes, or sends another signal to the process alone."""
+    send = os.killpg if number == signal.SIGKILL else os.kill
+    timer = threading.Timer(seconds, send, [process.pid, number])
     timer.daemon = True
     timer.start()
     return timer
