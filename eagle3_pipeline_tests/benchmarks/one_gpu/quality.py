@@ -41,7 +41,11 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     name = "quality" if arguments.steps == ["table"] else f"quality-{'-'.join(arguments.steps)}"
     report = Report(arguments.out / f"{name}.json", num_gpus, arguments.budget_s)
-    training = {key: getattr(arguments, key) for key in ("lr", "num_workers") if getattr(arguments, key) is not None}
+    training = {
+        key: getattr(arguments, key)
+        for key in ("lr", "num_workers", "attention")
+        if getattr(arguments, key) is not None
+    }
     sizes = ON_CPU if arguments.rehearse else ON_GPU
     epochs = arguments.epochs
     quality = Quality(arguments.home, sizes, num_gpus, arguments.train_s, epochs, training, report.log)
@@ -68,6 +72,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, help="instead of a number that fits --train-s")
     parser.add_argument("--lr", type=float, help="peak learning rate of this project's drafts")
     parser.add_argument("--num-workers", type=int, help="data-loader processes of this project's training")
+    parser.add_argument("--attention", help="of this project's training, if flex_attention does not compile: sdpa")
+    parser.add_argument("--usual-attention", help="the same of the usual training")
     parser.add_argument("--usual-epochs", type=int, help="default: as many as this project's draft of all data")
     parser.add_argument("--usual-s", type=float, help="default: as long as this project's draft of all data took")
     parser.add_argument("--usual-workers", type=int, default=6, help="data-loader processes of the usual training")
@@ -94,7 +100,7 @@ def _work(step: str, quality: Quality, report: Report, arguments: argparse.Names
         return lambda: quality.train(trained[1] or FULL)
     if step == "usual":
         limits = arguments.usual_s, arguments.usual_epochs, arguments.usual_workers
-        return lambda: train_usual(quality, *limits)
+        return lambda: train_usual(quality, *limits, arguments.usual_attention)
     if step == "table":
         return lambda: fill_table(quality, report)
     return quality.make_data if step == "data" else quality.serve_plain

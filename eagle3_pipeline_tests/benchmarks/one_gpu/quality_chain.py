@@ -235,12 +235,15 @@ class Quality:
         return context
 
     def train(self, name: str) -> StageResult:
-        """Trains a draft for as many epochs as fit; teacher-forces it on the sequences that will be served."""
+        """Trains a draft for as many epochs as fit.
+
+        It is then teacher-forced on the sequences that are served, but the draft of all data: its serving does that.
+        """
         if name != SPEED:
             self._note_epochs(name)
         context = self.inputs(name)
         made = materialise_checkpoint(context)
-        if name != SPEED and not self._note(f"simulation-{name}").exists():
+        if name not in (SPEED, FULL) and not self._note(f"simulation-{name}").exists():
             baseline = context.upstream(ids.BASELINE)
             content = made.manifest.content_id
             identity = ids.evaluation_identity(context.spec, content, baseline.manifest.content_id)

@@ -53,7 +53,9 @@ _SAVED = "Interrupt checkpoint saved"
 _PREFETCH = 2
 
 
-def train_usual(quality: Quality, limit_s: float | None, epochs: int | None, workers: int) -> None:
+def train_usual(
+    quality: Quality, limit_s: float | None, epochs: int | None, workers: int, attention: str | None
+) -> None:
     """Trains, and makes the result the checkpoint of the pipeline `usual`.
 
     Args:
@@ -61,6 +63,7 @@ def train_usual(quality: Quality, limit_s: float | None, epochs: int | None, wor
         limit_s: seconds from its first step; None: as long as ours took, its start included.
         epochs: of its schedule; None: as many as ours took.
         workers: data-loader processes.
+        attention: an implementation other than its default.
 
     Raises:
         TrainingError: ours is not trained yet, or the command left no checkpoint.
@@ -77,6 +80,7 @@ def train_usual(quality: Quality, limit_s: float | None, epochs: int | None, wor
     quality.log(f"the data of speculators is there after {time.monotonic() - started:.1f} s")
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     arguments = _arguments(quality, context, folder, epochs, workers)
+    arguments += ["--draft-attn-impl", attention] if attention else []
     holder, timeout = "speculators train", context.spec.resources.lease_timeout_s
     with context.engines.lease(1, holder, timeout, quality.log, context.verifier.content_id) as lease:
         found = _train(arguments, folder, limit_s, lease.environment(), not quality.num_gpus, quality.log)
