@@ -52,7 +52,7 @@ def main() -> int:
     quality.prepare(arguments.gguf_parts)
     try:
         for step in arguments.steps:
-            report.step(step, 0, _work(step, quality, report, arguments))
+            report.step(step, _needs_s(step, arguments), _work(step, quality, report, arguments))
             if not arguments.keep_engines:
                 quality.retire()
         failed = bool([check for check in report.checks if not check["passed"]])
@@ -91,6 +91,15 @@ def _step(name: str) -> str:
     if name in ("data", "usual", "plain", "table") or ((served or trained) and known):
         return name
     raise argparse.ArgumentTypeError(f"unknown step {name}")
+
+
+def _needs_s(step: str, arguments: argparse.Namespace) -> float:
+    """Seconds without which a step is not begun: what is cut off in these starts anew."""
+    if arguments.rehearse:
+        return 0.0
+    if step == "usual":
+        return (arguments.usual_s or arguments.train_s) + 100
+    return 130.0 if step == "plain" or step.startswith("serve") else 0.0
 
 
 def _work(step: str, quality: Quality, report: Report, arguments: argparse.Namespace) -> Callable[[], object]:

@@ -1,8 +1,8 @@
 """The usual draft: `speculators train` with its own recipe on the same answers and states, for as long as ours took.
 
 Told to it is what must be equal: verifier, data, layers and the draft's vocabulary; and the loss's slower form where
-the default does not compile. Everything else is its default: optimizer, learning rates, norms around the projection,
-the window of its attention, its share of validation.
+the default does not compile. Everything else is its default: optimizer, learning rates and their schedule, norms around
+the projection, its share of validation.
 """
 
 import contextlib
@@ -163,6 +163,8 @@ def _arguments(quality: Quality, context: StageContext, folder: Path, epochs: in
         "prefetch-factor": _PREFETCH,
         "on-missing": "raise",
         "mask-token-id": 0,
+        # Its window is wider than any sequence here: the same numbers, without a mixture of caches in vLLM.
+        "full-attention-indices": 0,
         # It waits for the device at every line of progress.
         "log-freq": 10,
     }
