@@ -257,7 +257,7 @@ def _is_complete(path: Path) -> bool:
 
 def _adopt(context: StageContext, folder: Path, found: dict[str, float]) -> None:
     """Publishes a foreign checkpoint as the pipeline's own."""
-    inputs = {"weights": file_checksum(folder / WEIGHTS)}
+    inputs = {"weights": file_checksum(folder / WEIGHTS), "config": file_checksum(folder / CONFIG)}
     part = {"recipe": "speculators train"}
     identity = Identity(ids.DRAFT_CHECKPOINT, 1, part, inputs, fingerprint(ids.DRAFT_CHECKPOINT, 1, part, inputs))
 
