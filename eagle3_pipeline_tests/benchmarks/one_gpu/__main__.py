@@ -7,6 +7,7 @@ known. Weights are random: speed does not depend on them.
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report, run_in_home
@@ -22,6 +23,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results and of logs")
     parser.add_argument("--part", choices=list(PARTS), action="append", help="default: all")
+    shapes = [training.name for training in ON_GPU.trainings]
+    parser.add_argument("--shape", choices=shapes, action="append", help="drafts of the part training; default: all")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on the CPU")
     parser.add_argument("--budget-s", type=float, default=3600.0, help="what does not fit is reported as not run")
     parser.add_argument("--work", type=Path, help="parent of the temporary folder of models and shards")
@@ -31,6 +34,8 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     report = Report(arguments.out / "one_gpu.json", 0 if arguments.rehearse else 1, arguments.budget_s)
     sizes, num_gpus = (ON_CPU, 0) if arguments.rehearse else (ON_GPU, 1)
+    if arguments.shape:
+        sizes = replace(sizes, trainings=tuple(one for one in sizes.trainings if one.name in arguments.shape))
 
     def work(home: Path) -> None:
         for name in arguments.part or PARTS:
