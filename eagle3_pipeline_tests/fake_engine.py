@@ -144,7 +144,12 @@ class FakeBackend:
         self._counters = {"num_drafts": 0, "num_draft_tokens": 0, "accepted_per_position": zeros}
 
     async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any], capture: CaptureTarget | None
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: dict[str, Any],
+        capture: CaptureTarget | None,
+        urgent: bool = False,
     ) -> Answer:
         """Answers; like vLLM, it returns before its writer thread is done."""
         if request_id.startswith("smoke-"):

@@ -50,9 +50,14 @@ class Backend(Protocol):
         """Loads the model."""
 
     async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any], capture: CaptureTarget | None
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: dict[str, Any],
+        capture: CaptureTarget | None,
+        urgent: bool = False,
     ) -> Answer:
-        """Answers one prompt; cancelling the task aborts the request."""
+        """Answers one prompt, an urgent one before others; cancelling the task aborts the request."""
 
     def failed(self) -> bool:
         """Whether the engine died and can answer nothing more."""

@@ -1,17 +1,23 @@
 """vLLM KV connector that appends captured hidden states to shards.
 
-vLLM's example connector already gathers a finished request's states from the cache; here they go to the next free
-place of an open shard instead of a file each, and a record of the outcome follows. Works with vLLM 0.24 to 0.32.
+vLLM's example connector keeps the states in its cache and says which requests are finished; here those of one step are
+gathered together and go to the next free place of an open shard instead of a file each, and a record of the outcome of
+each follows. Works with vLLM 0.24 to 0.32.
 """
 
+import itertools
+import logging
 import os
 import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
+    ExampleHiddenStatesConnectorMetadata,
     extract_from_kv_cache,
 )
 
@@ -19,6 +25,9 @@ from eagle3_pipeline.store.shards import ShardAppender
 
 # Bytes of captured states that wait for the disk in pinned memory.
 _MOST_IN_FLIGHT = 4 * 2**30
+# Bytes that are gathered, copied and written at once; a longer sequence is alone.
+_GROUP_BYTES = 64 * 2**20
+_log = logging.getLogger(__name__)
 
 
 class _CopyDone:
@@ -53,41 +62,79 @@ class ShardConnector(ExampleHiddenStatesConnector):
 
         With vLLM 0.24 the other ranks report a request at once, while the first one still reads its blocks.
         """
+        pending = self._take_pending()
+        if self._is_tp_rank_zero:
+            self._submit(pending)
         sent, received = super().get_finished(finished_req_ids)
         return (sent if self._is_tp_rank_zero else None), received
 
-    def _submit_async_write(self, pending: Any) -> None:
-        if not os.path.dirname(pending.filename):
-            if self._is_tp_rank_zero:
-                self._req_copy_events[pending.req_id] = _CopyDone()
-            return
-        if self._is_tp_rank_zero:
-            self._reserve(pending.token_ids.shape[0] * self._row_bytes)
-        if self._kv_cache.device.type != "cpu":
-            super()._submit_async_write(pending)
-        elif self._is_tp_rank_zero:
-            self._submit_from_cpu(pending)
+    def _take_pending(self) -> list[Any]:
+        """Requests that ended in this step, which the parent would copy one by one."""
+        metadata = self._get_connector_metadata() if self.has_connector_metadata() else None
+        if not isinstance(metadata, ExampleHiddenStatesConnectorMetadata):
+            return []
+        pending, metadata.pending_saves = metadata.pending_saves, []
+        return pending
 
-    def _submit_from_cpu(self, pending: Any) -> None:
-        """The parent's hook copies on a CUDA stream; a CPU cache is read in place, before its blocks are reused."""
-        blocks = torch.tensor(pending.block_ids, dtype=torch.long)
-        slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()
-        states = extract_from_kv_cache(self._kv_cache, slots, pending.token_ids.shape[0]).to(torch.bfloat16)
-        event = _CopyDone()
-        self._req_copy_events[pending.req_id] = event
-        tensors = {"hidden_states": states, "token_ids": pending.token_ids}
-        self._executor.submit(self._write_tensors, tensors, event, pending.filename, None)
+    def _submit(self, pending: list[Any]) -> None:
+        captured = []
+        for one in pending:
+            if os.path.dirname(one.filename):
+                captured.append(one)
+            else:
+                self._req_copy_events[one.req_id] = _CopyDone()
+        for group in self._groups(captured):
+            lengths = [len(one.token_ids) for one in group]
+            self._reserve(sum(lengths) * self._row_bytes)
+            slots = [_slots(one.block_ids, n, self._block_size) for one, n in zip(group, lengths, strict=True)]
+            states, event = self._copy(torch.cat(slots))
+            for one in group:
+                self._req_copy_events[one.req_id] = event
+            paths = [Path(one.filename) for one in group]
+            self._executor.submit(self._write, states, event, paths, lengths).add_done_callback(_log_failure)
 
-    def _write_tensors(self, tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: int | None) -> None:
-        num_bytes = tensors["token_ids"].shape[0] * self._row_bytes
+    def _groups(self, pending: list[Any]) -> Iterator[list[Any]]:
+        group: list[Any] = []
+        num_bytes = 0
+        for one in pending:
+            own = len(one.token_ids) * self._row_bytes
+            if group and num_bytes + own > _GROUP_BYTES:
+                yield group
+                group, num_bytes = [], 0
+            group, num_bytes = [*group, one], num_bytes + own
+        if group:
+            yield group
+
+    def _copy(self, slots: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """States at these places of the cache in the host's memory, once the event has happened."""
+        cache = self._kv_cache
+        if cache.device.type == "cpu":
+            # Read in place, before the blocks are used again.
+            return extract_from_kv_cache(cache, slots, len(slots)).to(torch.bfloat16), _CopyDone()
+        stream, computed, copied = self._get_copy_stream(), torch.cuda.Event(), torch.cuda.Event()
+        computed.record()
+        stream.wait_event(computed)
+        with torch.cuda.stream(stream):
+            there = slots.pin_memory().to(cache.device, non_blocking=True)
+            found = extract_from_kv_cache(cache, there, len(slots)).to(torch.bfloat16)
+            states = torch.empty_like(found, device="cpu", pin_memory=True)
+            states.copy_(found, non_blocking=True)
+        copied.record(stream)
+        return states, copied
+
+    def _write(self, states: torch.Tensor, event: Any, paths: list[Path], lengths: list[int]) -> None:
         try:
             event.synchronize()
-            states = tensors["hidden_states"].to(torch.bfloat16).contiguous()
-            path = Path(filename)
-            self._appender(path.parent).append(path.name, memoryview(states.view(torch.int16).numpy()))
+            rows, start = states.contiguous().view(torch.int16).numpy(), 0
+            # Requests of several jobs may end in one step.
+            for folder, members in itertools.groupby(zip(paths, lengths, strict=True), lambda pair: pair[0].parent):
+                names, counts = zip(*((path.name, count) for path, count in members), strict=True)
+                end = start + sum(counts)
+                self._appender(folder).append_all(names, counts, memoryview(rows[start:end]))
+                start = end
         finally:
             with self._freed:
-                self._bytes_in_flight -= num_bytes
+                self._bytes_in_flight -= sum(lengths) * self._row_bytes
                 self._freed.notify_all()
 
     def _reserve(self, num_bytes: int) -> None:
@@ -105,3 +152,15 @@ class ShardConnector(ExampleHiddenStatesConnector):
             if str(folder) not in self._appenders:
                 self._appenders[str(folder)] = ShardAppender(folder, self._row_bytes, self._max_shard_bytes)
             return self._appenders[str(folder)]
+
+
+def _slots(block_ids: list[int], num_tokens: int, block_size: int) -> torch.Tensor:
+    """Places in the cache of a request's tokens [num_tokens]."""
+    blocks = torch.tensor(block_ids, dtype=torch.long)
+    return (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[:num_tokens]
+
+
+def _log_failure(written: Future) -> None:
+    """The job of the host sees that no record comes; why is in the log."""
+    if error := written.exception():
+        _log.error("hidden states were not written", exc_info=error)

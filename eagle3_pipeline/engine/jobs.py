@@ -36,6 +36,7 @@ class GenerateJob:
         capture_folder: shard folder; empty: no capture.
         include_output: capture sampled tokens too.
         batch_size: most requests in flight; 0: twice the engine's.
+        urgent: served before the requests of other jobs.
     """
 
     prompts: str
@@ -44,6 +45,7 @@ class GenerateJob:
     capture_folder: str = ""
     include_output: bool = False
     batch_size: int = 0
+    urgent: bool = False
 
 
 @dataclass
@@ -139,8 +141,9 @@ class _Runner:
         self._folder = Path(job.capture_folder) if job.capture_folder else None
         self._answers = read_journal(Path(job.journal))
         self._records: dict[str, ShardRecord] = {}
+        # One future for each sequence that is waited for: a condition would wake all of them for every record.
+        self._arrivals: dict[str, asyncio.Future[None]] = {}
         self._offset = 0
-        self._new_record = asyncio.Condition()
         if self._folder:
             self._folder.mkdir(parents=True, exist_ok=True)
             geometry = Geometry(spec.layer_ids, spec.hidden_size)
@@ -182,7 +185,8 @@ class _Runner:
         try:
             identity, ids = prompt["sequence_id"], prompt["input_ids"]
             target = CaptureTarget(self._folder, identity, self._job.include_output) if self._folder else None
-            answer = await self._backend.generate(f"{self._job_id}-{identity}", ids, self._job.sampling, target)
+            name, job = f"{self._job_id}-{identity}", self._job
+            answer = await self._backend.generate(name, ids, job.sampling, target, job.urgent)
             if self._folder:
                 await self._written(identity, self._expected_rows(prompt, answer.token_ids))
             row = {"sequence_id": identity, **{k: v for k, v in vars(answer).items() if v is not None}}
@@ -204,12 +208,10 @@ class _Runner:
         """Waits for the writer's record: vLLM answers before its writer threads are done."""
         waited = 0.0
         while identity not in self._records:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STALL_CHECK_S), self._new_record:
-                    await self._new_record.wait_for(lambda: identity in self._records)
-                    break
-            waited += _STALL_CHECK_S
-            self._check_stall(identity, expected_rows, waited)
+            arrival = self._arrivals.setdefault(identity, asyncio.get_running_loop().create_future())
+            if not (await asyncio.wait([arrival], timeout=_STALL_CHECK_S))[0]:
+                waited += _STALL_CHECK_S
+                self._check_stall(identity, expected_rows, waited)
         record = self._records[identity]
         if record.error:
             kind = DiskSpaceError if "Errno 28" in record.error or "Errno 122" in record.error else CaptureError
@@ -232,10 +234,10 @@ class _Runner:
     async def _read_records(self) -> None:
         while True:
             records, self._offset = read_records(self._folder or Path(), self._offset)
-            if records:
-                async with self._new_record:
-                    self._records.update({r.sequence_id: r for r in records})
-                    self._new_record.notify_all()
+            for record in records:
+                self._records[record.sequence_id] = record
+                if arrival := self._arrivals.pop(record.sequence_id, None):
+                    arrival.set_result(None)
             await asyncio.sleep(_RECORD_POLL_S)
 
     def close(self) -> None:

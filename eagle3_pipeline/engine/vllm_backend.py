@@ -29,6 +29,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "tensor_parallel_size": max(1, spec.num_gpus),
         "enforce_eager": spec.enforce_eager or not spec.num_gpus,
         "enable_prefix_caching": False,
+        # First come, first served, but for the single sequence that a chunk waits for while others fill the queue.
+        "scheduling_policy": "priority",
         "disable_log_stats": not spec.draft_path,
         "seed": 0,
     }
@@ -103,7 +105,12 @@ class VllmBackend:
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
     async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any], capture: CaptureTarget | None
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: dict[str, Any],
+        capture: CaptureTarget | None,
+        urgent: bool = False,
     ) -> Answer:
         """One request; vLLM aborts it when the task is cancelled."""
         from vllm import SamplingParams
@@ -120,8 +127,9 @@ class VllmBackend:
             extra_args=extra,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        last = None
-        async for output in self._engine.generate({"prompt_token_ids": prompt_ids}, parameters, request_id):
+        last, priority = None, -int(urgent)
+        prompt = {"prompt_token_ids": prompt_ids}
+        async for output in self._engine.generate(prompt, parameters, request_id, priority=priority):
             last = output
         if last is None or not last.finished:
             raise EngineError(f"request {request_id} ended without an answer")

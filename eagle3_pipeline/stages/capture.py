@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -138,7 +139,8 @@ def check_alone(
     alone = context.scratch(identity) / "alone"
     shutil.rmtree(alone, ignore_errors=True)
     single = {chosen: tokens[chosen]}
-    run_prompts(context, engine, _prefill_batch("capturing one sequence alone", alone, single, alone / "states"))
+    batch = _prefill_batch("capturing one sequence alone", alone, single, alone / "states")
+    run_prompts(context, engine, replace(batch, urgent=True))
     records = complete_records(context, alone / "states", single)
     if records is None:
         raise CaptureError(f"{where}: sequence {chosen} was not captured when it was sent alone")

@@ -31,6 +31,7 @@ class PromptBatch:
         capture_folder: where states go; `None`: no capture.
         include_output: capture sampled tokens too.
         batch_size: most requests in flight; 0: as many as the engine takes.
+        urgent: served before the requests of other chunks.
     """
 
     what: str
@@ -40,6 +41,7 @@ class PromptBatch:
     capture_folder: Path | None = None
     include_output: bool = False
     batch_size: int = 0
+    urgent: bool = False
 
 
 def run_prompts(
@@ -64,6 +66,7 @@ def run_prompts(
         str(batch.capture_folder or ""),
         batch.include_output,
         batch.batch_size,
+        batch.urgent,
     )
     with open_engine(context, engine) as client:
         try:

@@ -10,8 +10,8 @@ import json
 import os
 import struct
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +74,17 @@ def shard_number(path: Path) -> int:
     return int(path.stem.removeprefix("shard-"))
 
 
+@dataclass
+class _Run:
+    """Rows of sequences that follow each other in a shard, or why there is no place for them."""
+
+    descriptor: int = -1
+    shard: int = -1
+    row_start: int = -1
+    lengths: list[int] = field(default_factory=list)
+    error: OSError | None = None
+
+
 class ShardAppender:
     """Appends whole sequences to the open shard of a folder; thread-safe; one per folder and process."""
 
@@ -92,41 +103,71 @@ class ShardAppender:
         self._line_break = b"\n" if _ends_torn(folder / RECORDS_NAME) else b""
 
     def append(self, sequence_id: str, data: memoryview) -> ShardRecord:
-        """Writes one sequence's rows and its record; an I/O error becomes a record, not an exception.
+        """Writes one sequence; see `append_all`."""
+        num_tokens = data.nbytes // self._row_bytes
+        return self.append_all([sequence_id], [num_tokens], data)[0]
+
+    def append_all(self, sequence_ids: Sequence[str], lengths: Sequence[int], data: memoryview) -> list[ShardRecord]:
+        """Writes sequences and a record of each; an I/O error becomes their records, not an exception.
 
         Args:
-            sequence_id: id of the sequence.
-            data: its rows, C-contiguous bytes of [n, A+1, H] bf16.
+            sequence_ids: ids of the sequences.
+            lengths: rows n of each.
+            data: their rows one after the other, C-contiguous bytes of [sum of n, A+1, H] bf16.
         """
-        data = data.cast("B")
-        num_tokens = len(data) // self._row_bytes
+        data, records, start = data.cast("B"), list[ShardRecord](), 0
+        with self._allocate(lengths) as runs:
+            for run in runs:
+                names = sequence_ids[len(records) : len(records) + len(run.lengths)]
+                end = start + sum(run.lengths) * self._row_bytes
+                records += self._write_run(run, names, data[start:end])
+                start = end
+        self._record(records)
+        return records
+
+    def _write_run(self, run: "_Run", names: Sequence[str], data: memoryview) -> list[ShardRecord]:
         try:
-            with self._allocate(num_tokens) as (descriptor, shard, row_start):
-                start = HEADER_BYTES + row_start * self._row_bytes
-                _pwrite_all(descriptor, data, start)
-                if start // _FLUSH_BYTES != (start + len(data)) // _FLUSH_BYTES:
-                    # The disk works while the engine does, so that sealing has little left to wait for.
-                    os.fdatasync(descriptor)
-            checksum = xxhash.xxh3_64_hexdigest(data)
-            record = ShardRecord(sequence_id, shard, row_start, num_tokens, checksum)
+            if run.error:
+                raise run.error
+            offset = HEADER_BYTES + run.row_start * self._row_bytes
+            _pwrite_all(run.descriptor, data, offset)
+            if offset // _FLUSH_BYTES != (offset + len(data)) // _FLUSH_BYTES:
+                # The disk works while the engine does, so that sealing has little left to wait for.
+                os.fdatasync(run.descriptor)
         except OSError as error:
-            record = ShardRecord(sequence_id, num_tokens=num_tokens, error=f"{type(error).__name__}: {error}")
-        self._record(record)
-        return record
+            lost = f"{type(error).__name__}: {error}"
+            return [ShardRecord(name, num_tokens=n, error=lost) for name, n in zip(names, run.lengths, strict=True)]
+        records, row = [], run.row_start
+        for name, n in zip(names, run.lengths, strict=True):
+            start = (row - run.row_start) * self._row_bytes
+            checksum = xxhash.xxh3_64_hexdigest(data[start : start + n * self._row_bytes])
+            records.append(ShardRecord(name, run.shard, row, n, checksum))
+            row += n
+        return records
 
     @contextlib.contextmanager
-    def _allocate(self, num_tokens: int) -> Iterator[tuple[int, int, int]]:
+    def _allocate(self, lengths: Sequence[int]) -> Iterator[list["_Run"]]:
+        """Places for sequences of these lengths, those that follow each other in a shard as one run."""
+        runs: list[_Run] = []
         with self._lock:
-            end = HEADER_BYTES + (self._rows + num_tokens) * self._row_bytes
-            if self._descriptor < 0 or (self._rows and end > self._max_bytes):
-                self._open_next()
-            # A descriptor of its own, so that the shard may be left for the next one while a write runs.
-            descriptor, shard, row_start = os.dup(self._descriptor), self._shard, self._rows
-            self._rows += num_tokens
+            for length in lengths:
+                try:
+                    end = HEADER_BYTES + (self._rows + length) * self._row_bytes
+                    if self._descriptor < 0 or (self._rows and end > self._max_bytes):
+                        self._open_next()
+                    if not runs or runs[-1].error or runs[-1].shard != self._shard:
+                        # A descriptor of its own, so that the shard may be left for the next one while a write runs.
+                        runs.append(_Run(os.dup(self._descriptor), self._shard, self._rows))
+                    self._rows += length
+                except OSError as error:
+                    runs.append(_Run(error=error))
+                runs[-1].lengths.append(length)
         try:
-            yield descriptor, shard, row_start
+            yield runs
         finally:
-            os.close(descriptor)
+            for run in runs:
+                if run.descriptor >= 0:
+                    os.close(run.descriptor)
 
     def _open_next(self) -> None:
         path = self._folder / shard_name(self._shard + 1)
@@ -135,9 +176,9 @@ class ShardAppender:
         self._close_shard()
         self._descriptor, self._shard, self._rows = descriptor, self._shard + 1, 0
 
-    def _record(self, record: ShardRecord) -> None:
+    def _record(self, records: list[ShardRecord]) -> None:
         with self._lock:
-            self._unrecorded.append(record)
+            self._unrecorded += records
             lines = self._line_break + "".join(json.dumps(asdict(r)) + "\n" for r in self._unrecorded).encode()
             # On a full disk the record waits for the next one; the host sees the stall and the full disk.
             with contextlib.suppress(OSError):

@@ -1,33 +1,85 @@
 """Decisions of the connector and the engine's arguments, without an engine."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnectorMetadata,
+    PendingSave,
+)
+
+from eagle3_pipeline.engine import connector
 from eagle3_pipeline.engine.connector import ShardConnector
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.engine.vllm_backend import engine_arguments
+from eagle3_pipeline.store.shards import HEADER_BYTES, Geometry, intact_records, read_records
+
+GEOMETRY = Geometry((1, 2, 3), 8)
+BLOCK = 4
 
 
-def _connector(rank: int) -> ShardConnector:
+def _connector(rank: int, pending: list[PendingSave]) -> ShardConnector:
+    """As vLLM sets it up on a CPU; every value of its cache is another one."""
     made = object.__new__(ShardConnector)
     made._is_tp_rank_zero, made._req_copy_events = rank == 0, {}
     made._accumulated_finished_req_ids, made._lock_fds = set(), {}
-    made._connector_metadata = None
+    made._connector_metadata = ExampleHiddenStatesConnectorMetadata(pending_saves=pending)
+    shape = (10, len(GEOMETRY.layer_ids), BLOCK, GEOMETRY.hidden_size)
+    made._kv_cache = torch.arange(10 * 3 * BLOCK * 8).reshape(shape).to(torch.bfloat16)
+    made._block_size, made._row_bytes, made._max_shard_bytes = BLOCK, GEOMETRY.row_bytes, 2**20
+    made._appenders, made._appenders_lock = {}, threading.Lock()
+    made._bytes_in_flight, made._freed = 0, threading.Condition()
+    made._executor = ThreadPoolExecutor(2)
     return made
+
+
+def _save(path: Path | str, num_tokens: int, blocks: list[int]) -> PendingSave:
+    return PendingSave(Path(path).name, str(path), torch.arange(num_tokens), blocks)
+
+
+@pytest.mark.parametrize("group_bytes", [1, 10 * GEOMETRY.row_bytes, 2**20])
+def test_requests_of_one_step_are_written_together_each_in_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group_bytes: int
+) -> None:
+    monkeypatch.setattr(connector, "_GROUP_BYTES", group_bytes)
+    one, other = tmp_path / "one", tmp_path / "other"
+    places = {one / "a": (5, [3, 1]), one / "b": (4, [0]), other / "c": (7, [9, 2]), one / "d": (1, [5])}
+    made = _connector(0, [_save(path, n, blocks) for path, (n, blocks) in places.items()])
+    sent, _ = made.get_finished({path.name for path in places})
+    made._executor.shutdown()
+    assert sent == {"a", "b", "c", "d"} and made._bytes_in_flight == 0
+    found = {folder: intact_records(folder, GEOMETRY) for folder in (one, other)}
+    assert (set(found[one]), set(found[other])) == ({"a", "b", "d"}, {"c"})
+    for path, (num_tokens, blocks) in places.items():
+        record = found[path.parent][path.name]
+        expected = torch.stack([made._kv_cache[blocks[t // BLOCK], :, t % BLOCK] for t in range(num_tokens)])
+        data = (path.parent / "shard-00000.safetensors").read_bytes()
+        start = HEADER_BYTES + record.row_start * GEOMETRY.row_bytes
+        assert data[start : start + expected.nbytes] == expected.view(torch.int16).numpy().tobytes(), path.name
+
+
+def test_a_step_is_taken_over_once(tmp_path: Path) -> None:
+    made = _connector(0, [_save(tmp_path / "a", 3, [1])])
+    assert made.get_finished({"a"})[0] == {"a"}
+    assert made.get_finished(set())[0] is None
+    made._executor.shutdown()
+    assert len(read_records(tmp_path)[0]) == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_request_without_a_path_is_not_captured_and_is_done(rank: int) -> None:
     """As many reports of a request as the engine waits for: one, of the first rank."""
-    connector = _connector(rank)
-    connector._submit_async_write(SimpleNamespace(req_id="r", filename="r.safetensors"))
-    sent, _ = connector.get_finished({"r"})
+    made = _connector(rank, [_save("r", 3, [1])])
+    sent, _ = made.get_finished({"r"})
     assert sent == ({"r"} if rank == 0 else None)
-    assert connector.get_finished_count() == 1
+    assert made.get_finished_count() == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -35,7 +87,7 @@ def test_only_the_rank_that_copies_reports_a_request(rank: int, monkeypatch: pyt
     """vLLM 0.24's connector reports on every rank, and on those that copy nothing before the copy is done."""
     parent = ShardConnector.__mro__[1]
     monkeypatch.setattr(parent, "get_finished", lambda _self, ids: (ids, None))
-    assert _connector(rank).get_finished({"r"}) == ({"r"} if rank == 0 else None, None)
+    assert _connector(rank, []).get_finished({"r"}) == ({"r"} if rank == 0 else None, None)
 
 
 def test_a_cache_of_a_given_size_is_asked_for_on_gpus_only() -> None:
