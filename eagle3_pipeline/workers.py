@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,9 @@ from eagle3_pipeline.errors import Eagle3Error
 EventHandler = Callable[[dict[str, Any]], None]
 _TERMINATION_GRACE_S = 20.0
 LEASE_RECORDS = "EAGLE3_LEASE_RECORDS"
+# "AssertionError: what is wrong", whatever stands before it.
+_ERROR_LINE = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception): \S.*")
+_MOST_ERRORS = 3
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
@@ -94,6 +98,22 @@ def log_tail(path: Path, num_lines: int = 30) -> str:
     return "".join(f"  | {line.rstrip()}\n" for line in lines)
 
 
+def log_end(path: Path, num_lines: int = 30) -> str:
+    """The last lines of a log file, and before them the last errors that scrolled out of them.
+
+    Where a process reports that its child failed, the reason is the child's own error, many lines further up.
+    """
+    tail, errors = deque[str](maxlen=num_lines), dict[str, None]()
+    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if len(tail) == num_lines and (found := _ERROR_LINE.search(tail[0])):
+                errors.pop(found.group(), None)
+                errors[found.group()] = None
+            tail.append(line)
+    told = "".join(f"  ! {error.rstrip()}\n" for error in list(errors)[-_MOST_ERRORS:])
+    return told + log_tail(path, num_lines)
+
+
 def run_worker(
     module: str,
     spec: dict[str, Any],
@@ -149,7 +169,7 @@ def run_worker(
         finally:
             terminate_group(process)
     if code or result is None:
-        detail = message or f"exit code {code}; the end of {log_path}:\n{log_tail(log_path)}"
+        detail = message or f"exit code {code}; the end of {log_path}:\n{log_end(log_path)}"
         raise error(f"{what} failed: {detail}")
     return result
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from eagle3_pipeline.errors import TrainingError
-from eagle3_pipeline.workers import avoid_multicast, log_tail, run_worker
+from eagle3_pipeline.workers import avoid_multicast, log_end, log_tail, run_worker
 from eagle3_pipeline_tests.store.children import REPOSITORY, wait_until
 
 Runner = Callable[..., dict[str, Any]]
@@ -32,12 +32,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[dict[str, 
     """Runs a worker of this code."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(REPOSITORY)]))
 
-    def run(code: str, on_event: Any = events.append, **environment: str) -> dict[str, Any]:
-        package = tmp_path / "some_work"
+    def run(code: str, on_event: Any = events.append, name: str = "", **environment: str) -> dict[str, Any]:
+        package = tmp_path / f"some_work{name}"
         package.mkdir(exist_ok=True)
         (package / "worker.py").write_text(textwrap.dedent(HEAD) + textwrap.dedent(code))
-        module = "some_work.worker"
-        return run_worker(module, {"n": 3}, tmp_path / "logs", on_event, TrainingError, "demo: training", environment)
+        module, logs = f"some_work{name}.worker", tmp_path / f"logs{name}"
+        return run_worker(module, {"n": 3}, logs, on_event, TrainingError, "demo: training", environment)
 
     return run
 
@@ -164,8 +164,7 @@ def test_a_worker_that_ignores_sigterm_is_killed(run: Runner, monkeypatch: pytes
 def test_two_workers_run_at_once(run: Runner) -> None:
     results: list[dict[str, Any]] = []
     code = "emit(claim_stdout(), 'result', pid=os.getpid())"
-    run(code)  # writes the module
-    threads = [threading.Thread(target=lambda: results.append(run(code))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda name=name: results.append(run(code, name=name))) for name in ("1", "2")]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -185,3 +184,21 @@ def test_multicast_is_off_unless_variables_say_otherwise(monkeypatch: pytest.Mon
     avoid_multicast()
     assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
     assert os.environ["NCCL_NVLS_ENABLE"] == "1"
+
+
+def test_the_end_of_a_log_begins_with_the_errors_that_scrolled_out_of_it(tmp_path: Path) -> None:
+    """vLLM's core process logs why it failed; then its parent tells at length that the core failed."""
+    lines = ["INFO starting", "(EngineCore pid=7) ERROR 11-30 [core.py:1] AssertionError: memory was freed meanwhile"]
+    lines += [f"  frame {i}" for i in range(40)] + ["RuntimeError: Engine core initialization failed"]
+    path = tmp_path / "engine.log"
+    path.write_text("\n".join(lines) + "\n")
+    told = log_end(path, 5).splitlines()
+    assert told[0] == "  ! AssertionError: memory was freed meanwhile"
+    assert told[1:] == [f"  | {line}" for line in lines[-5:]]
+    assert log_end(tmp_path / "none", 5).startswith("  (no log: ")
+
+
+def test_of_many_errors_the_last_different_ones_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "engine.log"
+    path.write_text("".join(f"ValueError: {name}\n" for name in "abcadd") + "the end\n")
+    assert log_end(path, 1).splitlines() == [*(f"  ! ValueError: {name}" for name in "cad"), "  | the end"]

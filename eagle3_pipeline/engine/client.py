@@ -12,7 +12,7 @@ from eagle3_pipeline import errors
 from eagle3_pipeline.engine.jobs import GenerateJob
 from eagle3_pipeline.engine.state import EngineState
 from eagle3_pipeline.errors import Eagle3Error, EngineDiedError, EngineError, EngineStoppedError
-from eagle3_pipeline.workers import log_tail
+from eagle3_pipeline.workers import log_end
 
 # vLLM takes a moment to end its processes.
 _LAST_WORDS_S = 30.0
@@ -96,7 +96,7 @@ class EngineClient:
                 "folder was removed); run this again, and it continues"
             )
         return EngineDiedError(
-            f"the engine died while it worked ({reason}); the end of {self._state.log}:\n{log_tail(self._state.log)}"
+            f"the engine died while it worked ({reason}); the end of {self._state.log}:\n{log_end(self._state.log)}"
         )
 
     def _was_stopped(self) -> bool:

@@ -20,7 +20,7 @@ from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.engine.state import EngineState, read_starts
 from eagle3_pipeline.errors import EngineError, EngineStoppedError, WriterBusyError
 from eagle3_pipeline.store import atomic
-from eagle3_pipeline.workers import log_tail
+from eagle3_pipeline.workers import log_end, log_tail
 
 Log = Callable[[str], None]
 _POLL_S = 0.2
@@ -274,7 +274,7 @@ class EngineManager:
             if process.poll() is not None:
                 message = (
                     f"the engine {spec.describe()} did not start (exit code {process.returncode}); "
-                    f"the end of {state.log}:\n{log_tail(state.log)}"
+                    f"the end of {state.log}:\n{log_end(state.log)}"
                 )
                 # A negative code is a signal: somebody killed it.
                 own_fault = process.returncode > 0 and process.returncode != CORE_KILLED_EXIT_CODE
