@@ -12,10 +12,11 @@ from pathlib import Path
 from eagle3_pipeline.engine.devices import count_gpus
 from eagle3_pipeline_tests.benchmarks.multi_gpu.engines import Engines
 from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report, run_in_home
+from eagle3_pipeline_tests.benchmarks.multi_gpu.resume import Resume
 from eagle3_pipeline_tests.benchmarks.multi_gpu.sizes import ON_CPU, ON_GPU
 from eagle3_pipeline_tests.benchmarks.multi_gpu.training import Training
 
-PARTS: dict[str, type[Engines] | type[Training]] = {"engines": Engines, "training": Training}
+PARTS: dict[str, type[Engines] | type[Training]] = {"engines": Engines, "training": Training, "resume": Resume}
 _MADE_UP = 2
 
 

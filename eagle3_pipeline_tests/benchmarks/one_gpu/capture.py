@@ -23,7 +23,7 @@ from eagle3_pipeline.store.objects import ArtifactWriter
 from eagle3_pipeline_tests.benchmarks.multi_gpu import weights
 from eagle3_pipeline_tests.benchmarks.multi_gpu.captures import Tokens, disk_gib_per_s, draw_sequences, relative
 from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report
-from eagle3_pipeline_tests.benchmarks.one_gpu.sizes import LARGE, SMALL, Load, Sizes
+from eagle3_pipeline_tests.benchmarks.one_gpu.sizes import LARGE, SMALL, Generation, Load, Sizes
 from eagle3_pipeline_tests.benchmarks.one_gpu.usual_client import UsualClient
 from eagle3_pipeline_tests.state_parity import captured_states, reference_states
 from eagle3_pipeline_tests.tiny_model import make_tokenizer
@@ -81,8 +81,8 @@ class Capture:
             for process in writing:
                 process.kill()
         models = [
-            self._model(SMALL, "small", self._longest(self.sizes.small_loads, generates=True), {}),
-            self._model(LARGE, "large", self._longest(self.sizes.large_loads), {"load_format": "dummy"}),
+            self._model(SMALL, "small", self._longest(True), {}),
+            self._model(LARGE, "large", self._longest(False), {"load_format": "dummy"}),
         ]
         small, large = models
         client = UsualClient(self.home / "client", self.home / "small", self._layers(small), self._server_arguments())
@@ -94,9 +94,10 @@ class Capture:
                 step(f"{SMALL}, {load.mean_tokens} tokens", 30, lambda load=load: self._measure(small, load))  # type: ignore[misc]
                 step("usual client", 60, lambda load=load: self._usual(client, small, load))  # type: ignore[misc]
             client.stop()
-            step("generation", 60, lambda: self._generate(small))
+            step(f"{SMALL}, generation", 40, lambda: self._generate(small, self.sizes.small_generation))
             for load in self.sizes.large_loads:
                 step(f"{LARGE}, {load.mean_tokens} tokens", 30, lambda load=load: self._measure(large, load))  # type: ignore[misc]
+            step(f"{LARGE}, generation", 40, lambda: self._generate(large, self.sizes.large_generation))
             if self.sizes.memory_folder.is_dir():
                 step("without a disk", 40, lambda: self._in_memory(large))
         finally:
@@ -105,9 +106,12 @@ class Capture:
                 for context in (model.plain, model.ours):
                     context.engines.stop_all(self.report.log)
 
-    def _longest(self, loads: tuple[Load, ...], generates: bool = False) -> int:
-        longest = 1 + max(load.mean_tokens for load in loads) * 6 // 5
-        return max(longest, self.sizes.prompt_tokens * 6 // 5 + self.sizes.new_tokens) if generates else longest
+    def _longest(self, small: bool) -> int:
+        sizes = self.sizes
+        loads, generation = (
+            (sizes.small_loads, sizes.small_generation) if small else (sizes.large_loads, sizes.large_generation)
+        )
+        return max(1 + max(load.mean_tokens for load in loads) * 6 // 5, generation.longest)
 
     def _model(self, name: str, folder: str, longest: int, changes: dict[str, Any]) -> "_Model":
         make_tokenizer(self.home / folder)
@@ -146,7 +150,7 @@ class Capture:
     def _server_arguments(self) -> dict[str, object]:
         arguments: dict[str, object] = {
             "dtype": "bfloat16",
-            "max-model-len": self._longest(self.sizes.small_loads, generates=True) + 1,
+            "max-model-len": self._longest(True) + 1,
             "max-num-batched-tokens": self.sizes.batch_tokens,
             "max-num-seqs": self.sizes.batch_sequences,
         }
@@ -271,13 +275,12 @@ class Capture:
             "neighbouring layers are told apart", min(neighbours) > 2 * max(errors.values()), min(neighbours)
         )
 
-    def _generate(self, model: "_Model") -> None:
+    def _generate(self, model: "_Model", size: Generation) -> None:
         """Sampling alone, with capture in the same pass, and capture in a second pass."""
-        sizes = self.sizes
-        prompts = draw_sequences(sizes.num_prompts, sizes.prompt_tokens, model.plain.verifier.vocab_size, 3)
+        prompts = draw_sequences(size.num_prompts, size.prompt_tokens, model.plain.verifier.vocab_size, 3)
         rows = [{"sequence_id": name, "input_ids": tokens.tolist()} for name, tokens in prompts.items()]
-        sampling = {"temperature": 0.7 if self.num_gpus else 0.0, "max_tokens": sizes.new_tokens, "ignore_eos": True}
-        new = sizes.num_prompts * sizes.new_tokens
+        sampling = {"temperature": 0.7 if self.num_gpus else 0.0, "max_tokens": size.new_tokens, "ignore_eos": True}
+        new = size.num_prompts * size.new_tokens
 
         def run(captures: bool) -> tuple[dict[str, dict], float]:
             context = model.ours if captures else model.plain
@@ -294,10 +297,11 @@ class Capture:
             for name, tokens in prompts.items()
         }
         second_s = self._prefill(model, True, "second pass", whole)["engine_s"]
-        self.report.row("generation", "plain", new / plain_s, "new tok/s")
-        self.report.row("generation", "with capture in the same pass", new / one_pass_s, "new tok/s")
-        self.report.row("generation", "plain, then capture in a second pass", new / (plain_s + second_s), "new tok/s")
-        self.report.row("generation", "one pass slower than plain by", 100 * (one_pass_s / plain_s - 1), "%")
+        part = f"{model.name}, generation"
+        self.report.row(part, "plain", new / plain_s, "new tok/s")
+        self.report.row(part, "with capture in the same pass", new / one_pass_s, "new tok/s")
+        self.report.row(part, "plain, then capture in a second pass", new / (plain_s + second_s), "new tok/s")
+        self.report.row(part, "one pass slower than plain by", 100 * (one_pass_s / plain_s - 1), "%")
 
 
 def _kv_tokens(folder: Path) -> float:
