@@ -95,7 +95,7 @@ class GenerationSpec(Section):
     truncated: Literal["keep", "drop"] = semantic("keep", "what happens to answers cut at max_new_tokens")
     chat_template_kwargs: dict[str, Any] = semantic({}, "passed to the chat template, e.g. {thinking: false}")
     min_yield: float = execution(0.5, "fail a chunk if a smaller share of its turns gives a sequence", ge=0, le=1)
-    one_pass: Literal["auto", "always", "never"] = execution(
+    one_pass: Literal["auto", "never"] = execution(
         "auto", "capture hidden states while generating; auto: where sampling from a capturing engine is right"
     )
 

@@ -84,9 +84,10 @@ class ShardConnector(ExampleHiddenStatesConnector):
             else:
                 self._req_copy_events[one.req_id] = _CopyDone()
         for group in self._groups(captured):
-            lengths = [len(one.token_ids) for one in group]
+            slots = [_slots(one.block_ids, len(one.token_ids), self._block_size) for one in group]
+            # A request that was aborted has places for a part of its tokens.
+            lengths = [len(places) for places in slots]
             self._reserve(sum(lengths) * self._row_bytes)
-            slots = [_slots(one.block_ids, n, self._block_size) for one, n in zip(group, lengths, strict=True)]
             states, event = self._copy(torch.cat(slots))
             for one in group:
                 self._req_copy_events[one.req_id] = event

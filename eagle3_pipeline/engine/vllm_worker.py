@@ -1,4 +1,4 @@
-"""vLLM imports this in every worker before it loads a model: corrections that verifiers with latent attention need."""
+"""vLLM imports this in every worker before it loads a model: corrections of what vLLM does when it captures."""
 
 from typing import Any
 
@@ -38,6 +38,22 @@ def capture_last_layer() -> None:
     DeepseekV2ForCausalLM.set_aux_hidden_state_layers = set_layers_and_last
 
 
+def draft_nothing_while_capturing() -> None:
+    """vLLM captures as a method of speculative decoding, whose draft is the sampled token once more.
+
+    Verifying it doubles the tokens of a step and ends in another sampler; it says nothing, so it is not scheduled.
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+
+    take = Worker.take_draft_token_ids
+
+    def take_real_drafts(self: Any) -> Any:
+        speculative = self.speculative_config
+        return None if speculative and speculative.method == "extract_hidden_states" else take(self)
+
+    Worker.take_draft_token_ids = take_real_drafts
+
+
 def share_blocks_on_cpu() -> None:
     """Latent attention on CPU has blocks of 16 tokens, and a draft's attention must share them.
 
@@ -49,6 +65,7 @@ def share_blocks_on_cpu() -> None:
     CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda *_args: [MultipleOf(16)])
 
 
+draft_nothing_while_capturing()
 if tuple(int(part) for part in vllm.__version__.split(".")[:2]) < (0, 25):
     capture_last_layer()
 if current_platform.is_cpu():

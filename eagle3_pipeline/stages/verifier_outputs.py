@@ -96,14 +96,9 @@ def materialise_outputs(
 
 
 def one_pass(context: StageContext) -> bool:
-    """Whether to try to capture while generating.
-
-    vLLM on CPU samples garbage from a capturing engine, greedy is right; elsewhere the engine's smoke test decides.
-    """
+    """Whether to try to capture while generating; where answers are sampled, the engine's smoke test has a say too."""
     generation = context.spec.generation
-    if generation.mode == "passthrough" or generation.one_pass == "never":
-        return False
-    return generation.one_pass == "always" or generation.temperature == 0 or context.engines.num_gpus > 0
+    return generation.mode == "regenerate" and generation.one_pass != "never"
 
 
 def _generate(

@@ -115,7 +115,9 @@ class ShardAppender:
             lengths: rows n of each.
             data: their rows one after the other, C-contiguous bytes of [sum of n, A+1, H] bf16.
         """
-        data, records, start = data.cast("B"), list[ShardRecord](), 0
+        # An empty view cannot be cast.
+        data = data.cast("B") if data.nbytes else memoryview(b"")
+        records, start = list[ShardRecord](), 0
         with self._allocate(lengths) as runs:
             for run in runs:
                 names = sequence_ids[len(records) : len(records) + len(run.lengths)]

@@ -57,7 +57,7 @@ def test_an_engine_that_samples_garbage_while_it_captures_does_both_apart(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EAGLE3_FAKE_FAIL", "garbage")
-    pipeline.configure(generation={"temperature": 0.7, "one_pass": "always"}, capture={"min_next_token_agreement": 0.0})
+    pipeline.configure(generation={"temperature": 0.7}, capture={"min_next_token_agreement": 0.0})
     assert pipeline.run("prepare_data", FIRST).success
     result = pipeline.run("generate_and_capture", FIRST)
     assert result.success, failure(result)

@@ -27,6 +27,21 @@ def test_states_captured_while_generating_match_transformers(home: Home, tiny: P
     )
 
 
+def test_states_captured_while_sampling_match_transformers(home: Home, tiny: PipelineSpec) -> None:
+    """vLLM's capture would verify drafts meanwhile, and on a CPU sample garbage from what it verified."""
+    spec = home.write_pipeline("tiny_sampled", generation={"temperature": 0.9})
+    home.sync(spec)
+    context = home.context(spec)
+    materialise_dataset(context, "000000")
+    made = materialise_outputs(context, "000000")
+    assert made.generations and made.hidden_states
+    assert made.hidden_states.manifest.metrics["one_pass"] == 1
+    assert len(context.engines.starts()) == 1, "the engine of the generating pipeline is reused"
+    assert_states_match_transformers(
+        home.path / "models" / "tiny", made.generations.artifact, made.hidden_states.artifact
+    )
+
+
 def test_prefilled_states_match_transformers(home: Home, tiny: PipelineSpec) -> None:
     """The data set's own answers, captured by prefill on the same engine."""
     rows = [

@@ -65,6 +65,25 @@ def test_requests_of_one_step_are_written_together_each_in_its_folder(
         assert data[start : start + expected.nbytes] == expected.view(torch.int16).numpy().tobytes(), path.name
 
 
+@pytest.mark.parametrize("group_bytes", [1, 2**20])
+def test_a_request_that_was_cut_off_shifts_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group_bytes: int
+) -> None:
+    """vLLM reports an aborted request with the blocks that it had so far, and all tokens of its prompt."""
+    monkeypatch.setattr(connector, "_GROUP_BYTES", group_bytes)
+    pending = [
+        _save(tmp_path / name, n, blocks) for name, n, blocks in (("cut", 9, [4]), ("none", 5, []), ("whole", 3, [6]))
+    ]
+    made = _connector(0, pending)
+    made.get_finished({"cut", "none", "whole"})
+    made._executor.shutdown()
+    records = {record.sequence_id: record for record in read_records(tmp_path)[0]}
+    assert {name: record.num_tokens for name, record in records.items()} == {"cut": BLOCK, "none": 0, "whole": 3}
+    start = HEADER_BYTES + records["whole"].row_start * GEOMETRY.row_bytes
+    expected = made._kv_cache[6, :, :3].transpose(0, 1).contiguous().view(torch.int16).numpy().tobytes()
+    assert (tmp_path / "shard-00000.safetensors").read_bytes()[start : start + len(expected)] == expected
+
+
 def test_a_step_is_taken_over_once(tmp_path: Path) -> None:
     made = _connector(0, [_save(tmp_path / "a", 3, [1])])
     assert made.get_finished({"a"})[0] == {"a"}

@@ -73,7 +73,7 @@ ON_GPU = QualitySizes(
     batches=(32,),
     sections={
         # Served greedily, so the draft learns the greedy answers.
-        "generation": {"temperature": 0.0, "max_new_tokens": 256, "max_sequence_tokens": 768, "one_pass": "always"},
+        "generation": {"temperature": 0.0, "max_new_tokens": 256, "max_sequence_tokens": 768},
         "capture": _CAPTURE,
         "vocab": {"draft_vocab_size": 16_384, "min_coverage": 0.5},
         "training": {"lr": 1e-3, "batch_tokens": 8192},
@@ -88,7 +88,7 @@ ON_CPU = QualitySizes(
     per_category=1,
     batches=(4,),
     sections={
-        "generation": {"temperature": 0.0, "max_new_tokens": 24, "max_sequence_tokens": 512, "one_pass": "always"},
+        "generation": {"temperature": 0.0, "max_new_tokens": 24, "max_sequence_tokens": 512},
         "capture": _CAPTURE,
         "vocab": {"draft_vocab_size": 1024, "min_coverage": 0.3},
         "training": {"lr": 1e-3, "batch_tokens": 512, "min_validation_samples": 4},
