@@ -12,11 +12,9 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from packaging.version import Version
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from eagle3_pipeline.errors import TrainingError
 from eagle3_pipeline.evaluation.report import POOLED
@@ -43,11 +39,15 @@ from eagle3_pipeline.store.objects import Artifact, ArtifactWriter
 from eagle3_pipeline.store.shards import read_index, shard_name
 from eagle3_pipeline.workers import log_tail
 from eagle3_pipeline_tests.benchmarks.one_gpu.quality_chain import FULL, USUAL, Quality
+from eagle3_pipeline_tests.benchmarks.one_gpu.speculators_train import (
+    OfflineData,
+    loss_implementation,
+    num_workers,
+    run,
+    told_lines,
+)
 
-_ON_CPU = "eagle3_pipeline_tests.benchmarks.one_gpu.speculators_on_cpu"
 _COMPLETE, _INTERRUPTED, _BEST = "complete", "interrupted", "checkpoint_best"
-# Before it, dynamo does not compile the fused loss.
-_FUSED_SINCE = Version("2.12")
 _START_TIMEOUT_S, _SAVE_TIMEOUT_S = 240.0, 30.0
 _SAVED = "Interrupt checkpoint saved"
 _PREFETCH = 2
@@ -97,30 +97,12 @@ def write_offline_data(context: StageContext, folder: Path) -> None:
     """
     if (folder / _COMPLETE).exists():
         return
-    import datasets
-
     shutil.rmtree(folder, ignore_errors=True)
-    (folder / "hidden_states").mkdir(parents=True)
-    rows: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "seq_len": []}
-
-    def note(number: int, row: dict[str, Any], states: torch.Tensor) -> None:
-        tokens = row["input_ids"][:-1]
-        tensors = {"hidden_states": states, "token_ids": torch.tensor(tokens)}
-        save_file(tensors, folder / "hidden_states" / f"hs_{number}.safetensors")
-
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        writes = []
-        for number, (row, states) in enumerate(_sequences(context)):
-            writes.append(pool.submit(note, number, row, states))
-            for name, value in (("input_ids", row["input_ids"][:-1]), ("loss_mask", row["loss_mask"][:-1])):
-                rows[name].append([int(v) for v in value])
-            rows["seq_len"].append(len(row["input_ids"]) - 1)
-        for write in writes:
-            write.result()
-    datasets.Dataset.from_dict(rows).with_format("torch").save_to_disk(str(folder))
-    size = context.spec.vocab.draft_vocab_size
-    for name, value in load_file(context.upstream(ids.VOCAB_MAP).path(VOCAB_MAP_FILE)).items():
-        np.save(folder / f"{name}-{size}.npy", value.numpy())
+    data = OfflineData(folder)
+    for row, states in _sequences(context):
+        tokens, mask = (np.asarray(row[name][:-1], dtype=np.int64) for name in ("input_ids", "loss_mask"))
+        data.add(tokens, mask, states)
+    data.finish(context.upstream(ids.VOCAB_MAP).path(VOCAB_MAP_FILE), context.spec.vocab.draft_vocab_size)
     (folder / _COMPLETE).touch()
 
 
@@ -144,13 +126,7 @@ def _sequences(context: StageContext) -> Iterator[tuple[dict[str, Any], torch.Te
 
 def _arguments(quality: Quality, context: StageContext, folder: Path, epochs: int, workers: int) -> list[str]:
     layers = context.verifier.geometry(context.spec.capture).layer_ids[:-1]
-    fused = Version(torch.__version__.partition("+")[0]) >= _FUSED_SINCE
     batch_bytes = 8192 * (len(layers) + 1) * context.verifier.hidden_size * 2
-    memory = os.statvfs("/dev/shm")
-    if memory.f_bavail * memory.f_frsize < 2 * workers * _PREFETCH * batch_bytes:
-        # Its data-loader processes hand over batches in shared memory, of which containers may have little.
-        quality.log("there is little shared memory: speculators reads its data in its own process")
-        workers = 0
     given: dict[str, object] = {
         "verifier-name-or-path": context.verifier.path,
         "speculator-type": "eagle3",
@@ -159,7 +135,8 @@ def _arguments(quality: Quality, context: StageContext, folder: Path, epochs: in
         "log-dir": folder / "logs",
         "draft-vocab-size": context.spec.vocab.draft_vocab_size,
         "epochs": epochs,
-        "num-workers": workers,
+        "num-workers": num_workers(_PREFETCH * batch_bytes, workers),
+        "loss-implementation": loss_implementation(),
         "prefetch-factor": _PREFETCH,
         "on-missing": "raise",
         "mask-token-id": 0,
@@ -168,8 +145,6 @@ def _arguments(quality: Quality, context: StageContext, folder: Path, epochs: in
         # It waits for the device at every line of progress.
         "log-freq": 10,
     }
-    if not fused:
-        given["loss-implementation"] = "eager"
     flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     return [*flags, "--target-layer-ids", *map(str, layers)]
 
@@ -178,27 +153,12 @@ def _train(
     arguments: list[str], folder: Path, limit_s: float, environment: dict[str, str], on_cpu: bool, log: Any
 ) -> dict[str, float]:
     """Runs the command, and interrupts it `limit_s` after its first step; what was seen of it."""
-    command = [sys.executable, "-m", *([_ON_CPU] if on_cpu else ["speculators", "train"]), *arguments]
-    # Lines of progress are not to be wrapped, and seen when they are written.
-    shown = {"COLUMNS": "4000", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     started, first, last_step = time.monotonic(), 0.0, 0
     path = folder / "train.log"
-    with path.open("w") as errors:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            encoding="utf-8",
-            errors="replace",
-            env={**os.environ, **environment, **shown},
-            # A group of its own: data-loader processes end with it.
-            start_new_session=True,
-        )
+    with run(arguments, path, on_cpu, environment) as process:
         watches = [_later(_START_TIMEOUT_S + limit_s, process, signal.SIGINT)]
         try:
-            for line in process.stdout or ():
-                errors.write(f"{line.rstrip()}\n")
+            for line in told_lines(process, path):
                 if found := re.search(r"global_step=(\d+)", line):
                     last_step = int(found.group(1))
                     if not first:
@@ -213,9 +173,6 @@ def _train(
         finally:
             for watch in watches:
                 watch.cancel()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
     if not first:
         raise TrainingError(f"speculators train took no step:\n{log_tail(path)}")
     # After the interruption it only saves, and sometimes waits for its data-loader processes until it is killed.

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from eagle3_pipeline_tests.benchmarks.multi_gpu.training_data import NUM_VALIDAT
 _ON_CPU = "eagle3_pipeline_tests.benchmarks.one_gpu.speculators_on_cpu"
 # Before it, dynamo does not compile the fused loss.
 _FUSED_SINCE = Version("2.12")
-_WORKERS = 8
+_WORKERS, _WRITERS = 8, 8
 _SEED = 42  # of `speculators train`
 
 
@@ -34,6 +36,7 @@ class OfflineData:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._rows: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "seq_len": []}
+        self._writers, self._writes = ThreadPoolExecutor(_WRITERS), list[Future]()
         (folder / "hidden_states").mkdir(parents=True)
 
     @property
@@ -42,9 +45,10 @@ class OfflineData:
         return self._rows["seq_len"]
 
     def add(self, ids: np.ndarray, mask: np.ndarray, states: torch.Tensor) -> None:
-        """Writes a sequence's states."""
+        """Writes a sequence's states [n, A+1, H], of all its tokens; the caller does not change them any more."""
         tensors = {"hidden_states": states.contiguous(), "token_ids": torch.from_numpy(ids).long()}
-        save_file(tensors, self.folder / "hidden_states" / f"hs_{len(self.lengths)}.safetensors")
+        path = self.folder / "hidden_states" / f"hs_{len(self.lengths)}.safetensors"
+        self._writes.append(self._writers.submit(save_file, tensors, path))
         for name, value in zip(self._rows, (ids.tolist(), mask.tolist(), len(ids)), strict=True):
             self._rows[name].append(value)
 
@@ -52,6 +56,9 @@ class OfflineData:
         """Writes sequences and the vocabulary map."""
         import datasets
 
+        for write in self._writes:
+            write.result()
+        self._writers.shutdown()
         datasets.Dataset.from_dict(self._rows).with_format("torch").save_to_disk(str(self.folder))
         for name, value in load_file(vocab_map).items():
             np.save(self.folder / f"{name}-{draft_vocab}.npy", value.numpy())
@@ -73,14 +80,12 @@ class Told:
     parts: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
-def num_workers(size: DraftSize) -> int:
+def num_workers(batch_bytes: int, wanted: int = _WORKERS) -> int:
     """Data-loader processes, half the cores at most, whose start is what the first step waits for.
 
-    They hand over batches in shared memory, of which containers may have little.
+    They hand over batches in shared memory, of which containers may have little; 0: the command reads by itself.
     """
-    workers = min(_WORKERS, len(os.sched_getaffinity(0)) // 2)
-    shape = size.verifier
-    batch_bytes = size.batch_tokens * (len(size.aux_layer_ids) + 1) * shape.hidden * 2
+    workers = min(wanted, len(os.sched_getaffinity(0)) // 2)
     memory = os.statvfs("/dev/shm")
     return workers if memory.f_bavail * memory.f_frsize > 2 * workers * batch_bytes else 0
 
@@ -126,17 +131,17 @@ def arguments(verifier: Path, size: DraftSize, data: OfflineData, save: Path, ev
     return [*flags, *layers, "--no-norm-before-fc", "--no-norm-output", "--no-resume-from-checkpoint"]
 
 
-def train(given: list[str], last: int, log: Path, timeout_s: float, on_cpu: bool) -> Told:
-    """Runs the command until it told of step `last` (the first is 1), then ends it: checkpoints are not measured.
-
-    Raises:
-        RuntimeError: it ended earlier, or was ended because it took too long.
-    """
+@contextlib.contextmanager
+def run(
+    given: list[str], log: Path, on_cpu: bool, environment: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen]:
+    """The running command, its errors in `log`; at the end it is killed, its data-loader processes too."""
     command = [sys.executable, "-m", *([_ON_CPU] if on_cpu else ["speculators", "train"]), *given]
     # Lines of progress are not to be wrapped, and seen when they are written.
-    environment = {**os.environ, "COLUMNS": "8000", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    told = Told()
-    with log.open("w") as errors:
+    shown = {"COLUMNS": "8000", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    log.unlink(missing_ok=True)
+    # What it prints is added to the same file.
+    with log.open("a") as errors:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -144,16 +149,38 @@ def train(given: list[str], last: int, log: Path, timeout_s: float, on_cpu: bool
             stderr=errors,
             encoding="utf-8",
             errors="replace",
-            env=environment,
-            # A group of its own: data-loader processes end with it.
+            env={**os.environ, **(environment or {}), **shown},
+            # A group of its own, so that all of it can be ended.
             start_new_session=True,
         )
+        try:
+            yield process
+        finally:
+            _kill(process)
+            process.wait()
+
+
+def told_lines(process: subprocess.Popen, log: Path) -> Iterator[str]:
+    """What the command prints, line by line; it is added to the log."""
+    with log.open("a") as file:
+        for line in process.stdout or ():
+            file.write(f"{line.rstrip()}\n")
+            yield line
+
+
+def train(given: list[str], last: int, log: Path, timeout_s: float, on_cpu: bool) -> Told:
+    """Runs the command until it told of step `last` (the first is 1), then ends it: checkpoints are not measured.
+
+    Raises:
+        RuntimeError: it ended earlier, or was ended because it took too long.
+    """
+    told = Told()
+    with run(given, log, on_cpu) as process:
         watch = threading.Timer(timeout_s, _kill, [process])
         watch.start()
         try:
-            for line in process.stdout or ():
+            for line in told_lines(process, log):
                 now = time.monotonic()
-                errors.write(f"{line.rstrip()}\n")
                 if found := re.search(r"global_step=(\d+)", line):
                     step = int(found.group(1)) + 1
                     told.seen[step] = now
@@ -162,8 +189,6 @@ def train(given: list[str], last: int, log: Path, timeout_s: float, on_cpu: bool
                         return told
         finally:
             watch.cancel()
-            _kill(process)
-            process.wait()
     raise RuntimeError(f"speculators train ended after step {max(told.seen, default=0)} of {last}:\n{log_tail(log)}")
 
 

@@ -131,7 +131,8 @@ class Training:
 
     def _theirs(self, load: all_sizes.Training) -> None:
         data, size = self._data[load.name][1], load.draft
-        workers = speculators_train.num_workers(size)
+        row_bytes = (len(size.aux_layer_ids) + 1) * size.verifier.hidden * 2
+        workers = speculators_train.num_workers(size.batch_tokens * row_bytes)
         save = self.home / f"{load.name} speculators"
         given = speculators_train.arguments(self.home / load.name, size, data, save, load.every, workers)
         log, last = self.home / f"{load.name} speculators.log", load.measured[1]
