@@ -12,7 +12,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from speculators.losses import LossConfig, resolve_loss_config
 
 from eagle3_pipeline.errors import TrainingError
 from eagle3_pipeline.training.acceptance import AcceptanceMeter
@@ -31,6 +30,7 @@ from eagle3_pipeline.training.progress import Group, Progress, supervised_mask
 from eagle3_pipeline.training.ranks import Ranks
 from eagle3_pipeline.training.resume import ResumeStore
 from eagle3_pipeline.training.split import validation_conversations
+from eagle3_pipeline.training.unroll import Unrolled, forwards
 
 LAST = "last"
 
@@ -52,7 +52,8 @@ class Trainer:
         self.total_steps = sum(math.ceil(n / self.spec.accumulate) for n in self.batches_of)
         self.train_loader = self.bench.loader(self.train_set, self.batches)
         self.optimizers = make_optimizers(self.model, self.spec)
-        self.loss_config: LossConfig = resolve_loss_config("kl_div", "eager")
+        self.forwards = forwards(self.model, self.spec.ttt_steps, self.spec.ttt_loss_decay)
+        self.forward = next(iter(self.forwards.values()))
         self._choices: list[torch.Tensor] = []
         self._last_save = self._last_report = time.monotonic()
 
@@ -171,21 +172,12 @@ class Trainer:
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss of a batch on the device, its value and that of each TTT step."""
-        loss, losses, _ = self._forward(batch)
-        return loss, losses
+        found = self._forward(batch)
+        return found.loss, found.losses
 
-    def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Loss, its value and that of each TTT step (float64 [1 + steps], on the device), and the drafted tokens."""
-        steps = self.spec.ttt_steps
+    def _forward(self, batch: Batch, want_tokens: bool = False) -> Unrolled:
         with torch.autocast(self.device.type, torch.bfloat16):
-            draft_tokens, loss, metrics = self.model(
-                **batch,
-                ttt_steps=steps,
-                ttt_step_loss_decay=self.spec.ttt_loss_decay,
-                loss_config=self.loss_config,
-            )
-        losses = torch.stack([loss.detach(), *(metrics[f"loss_{i}_sum"] for i in range(steps))])
-        return loss, losses.double(), draft_tokens
+            return self.forward(batch, want_tokens)
 
     def _validate(self, epoch: int, train_loss: float | None = None) -> None:
         """Measures an epoch, logs it, and keeps the weights if it is the best so far; all ranks learn the result."""
@@ -203,11 +195,11 @@ class Trainer:
                 # The verifier's choices do not depend on the draft: computed once.
                 self._choices.append(choose(batch).to("cpu"))
             mask = supervised_mask(batch, self.spec.ttt_steps)
-            _, losses, draft_tokens = self._forward({**batch, "loss_mask": mask})
-            meter.add(draft_tokens, self._choices[number].to(self.device), batch)
+            found = self._forward({**batch, "loss_mask": mask}, want_tokens=True)
+            meter.add(found.draft_tokens, self._choices[number].to(self.device), batch)
             count = int(mask.sum())
             tokens += count
-            totals += losses * count
+            totals += found.losses * count
         accuracies = meter.result()
         values = {name: value / max(tokens, 1) for name, value in self._named(totals.tolist()).items()}
         values |= {f"full_acc_{i}": v for i, v in enumerate(accuracies["full_acc"])}

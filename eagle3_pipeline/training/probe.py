@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 import torch
-from speculators.losses import resolve_loss_config
 
 from eagle3_pipeline.errors import TrainingError
 from eagle3_pipeline.training.dataset import Batch
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def probe_step(trainer: "Trainer") -> None:
-    """One step on the batch with the most tokens, before anything is paid for: does it fit, and which loss works?
+    """One step on the batch with the most tokens, before anything is paid for: does it fit, and what works?
 
     Raises:
         TrainingError: it does not fit the memory; the message names the settings to lower.
@@ -24,8 +23,7 @@ def probe_step(trainer: "Trainer") -> None:
     batch = trainer.bench.to_device(trainer.train_loader.collate_fn([trainer.train_set[i] for i in largest]))
     num_tokens = int(sizes[largest].sum())
     try:
-        if not _fused_loss_works(trainer, batch):
-            trainer.loss(batch)[0].backward()
+        _choose_forward(trainer, batch)
         _require_optimizer_memory(trainer)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise TrainingError(
@@ -39,22 +37,21 @@ def probe_step(trainer: "Trainer") -> None:
     trainer.emit("log", message=f"a step on the largest batch ({num_tokens:,} tokens) fits: peak memory {peak:.1f} GiB")
 
 
-def _fused_loss_works(trainer: "Trainer", batch: Batch) -> bool:
-    """Tries speculators' fused loss on a GPU; keeps to the eager one where its kernel does not compile."""
-    if trainer.device.type != "cuda":
-        return False
-    trainer.loss_config = resolve_loss_config("kl_div", "fused")
-    try:
-        trainer.loss(batch)[0].backward()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever the kernel's compiler raises
-        trainer.loss_config = resolve_loss_config("kl_div", "eager")
-        reason = str(error).splitlines()[:1]
-        message = f"fused loss does not work here ({type(error).__name__}: {reason}); using eager"
-        trainer.emit("log", message=message)
-        return False
-    return True
+def _choose_forward(trainer: "Trainer", batch: Batch) -> None:
+    """Takes the first way to the loss that works here: some need a compiler for the GPU."""
+    *others, last = trainer.forwards
+    for name in others:
+        trainer.forward = trainer.forwards[name]
+        try:
+            trainer.loss(batch)[0].backward()
+            return
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever the compiler raises
+            reason = str(error).splitlines()[:1]
+            trainer.emit("log", message=f"{name} does not work here ({type(error).__name__}: {reason})")
+    trainer.forward = trainer.forwards[last]
+    trainer.loss(batch)[0].backward()
 
 
 def _require_optimizer_memory(trainer: "Trainer") -> None:
