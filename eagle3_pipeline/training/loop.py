@@ -26,7 +26,7 @@ from eagle3_pipeline.training.optim import learning_rate, make_optimizers, set_l
 from eagle3_pipeline.training.prefetch import read_ahead
 from eagle3_pipeline.training.prepare import Bench, Emit, peak_memory_bytes, prepare
 from eagle3_pipeline.training.probe import probe_step
-from eagle3_pipeline.training.progress import Group, Progress, supervised_mask
+from eagle3_pipeline.training.progress import Group, Progress, only_supervised, supervised_mask, with_all_targets
 from eagle3_pipeline.training.ranks import Ranks
 from eagle3_pipeline.training.resume import ResumeStore
 from eagle3_pipeline.training.split import validation_conversations
@@ -124,13 +124,13 @@ class Trainer:
 
     def _step(self, group: Group) -> None:
         progress, spec = self.progress, self.spec
-        counts = [int(supervised_mask(batch, spec.ttt_steps).sum()) for batch in group.batches]
+        batches = [only_supervised(batch, spec.ttt_steps, self.bench.targets_multiple) for batch in group.batches]
+        counts = [int(batch["loss_mask"].sum()) for batch in batches]
         positions = sum(int((batch["document_ids"] >= 0).sum()) for batch in group.batches)
         num_supervised, num_positions = (int(n) for n in self._add([sum(counts), positions]))
         totals = self._no_losses()
-        for number, cpu_batch, count in zip(group.numbers, group.batches, counts, strict=True):
+        for number, cpu_batch, count in zip(group.numbers, batches, counts, strict=True):
             batch = self.bench.to_device(cpu_batch)
-            batch["loss_mask"] = supervised_mask(batch, spec.ttt_steps)
             batch["hidden_states"] = add_noise(batch["hidden_states"], spec.noise, spec.seed, progress.batches + number)
             loss, losses = self.loss(batch)
             # Each supervised token weighs the same, however the step's tokens fall into batches and ranks.
@@ -195,7 +195,7 @@ class Trainer:
                 # The verifier's choices do not depend on the draft: computed once.
                 self._choices.append(choose(batch).to("cpu"))
             mask = supervised_mask(batch, self.spec.ttt_steps)
-            found = self._forward({**batch, "loss_mask": mask}, want_tokens=True)
+            found = self._forward(with_all_targets(batch, mask), want_tokens=True)
             meter.add(found.draft_tokens, self._choices[number].to(self.device), batch)
             count = int(mask.sum())
             tokens += count

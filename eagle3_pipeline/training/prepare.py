@@ -59,6 +59,11 @@ class Bench:
         collate = PackedCollate(pad_to, pin=on_gpu and not spec.num_workers)
         return make_loader(dataset, batches, collate, spec.num_workers, on_gpu)
 
+    @property
+    def targets_multiple(self) -> int:
+        """See `only_supervised`: a GPU's allocator keeps memory by size."""
+        return 256 if self.device.type == "cuda" else 1
+
     def fixed_loader(self, indices: list[int]) -> torch.utils.data.DataLoader:
         """A loader whose batches are the same in every epoch and for every seed."""
         dataset = HiddenStateDataset(self.table, indices)

@@ -7,6 +7,7 @@ import torch
 from eagle3_pipeline.errors import TrainingError
 from eagle3_pipeline.training.dataset import Batch
 from eagle3_pipeline.training.prepare import peak_memory_bytes
+from eagle3_pipeline.training.progress import with_all_targets
 
 if TYPE_CHECKING:
     from eagle3_pipeline.training.loop import Trainer
@@ -21,6 +22,8 @@ def probe_step(trainer: "Trainer") -> None:
     sizes = trainer.train_set.num_positions
     largest = max(trainer.batches.of_epoch(1), key=lambda batch: int(sizes[batch].sum()))
     batch = trainer.bench.to_device(trainer.train_loader.collate_fn([trainer.train_set[i] for i in largest]))
+    # Another batch may have more targets.
+    batch = with_all_targets(batch, batch["position_ids"] >= trainer.spec.ttt_steps)
     num_tokens = int(sizes[largest].sum())
     try:
         _choose_forward(trainer, batch)

@@ -2,7 +2,8 @@
 
 The results are those of the model's own `forward`. That one does not compile: a graph break that speculators asks for
 lies in its loop, so that the compiler gives up on the loop, and metrics that nobody reads here wait for the device in
-every step. Here the loop is plain code that never waits, and what gains by it is compiled on its own.
+every step. Here the loop is plain code that never waits, what gains by it is compiled on its own, and the output layers
+are computed where there is a target that counts.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ class Unrolled:
     Attributes:
         loss: the weighted sum of the steps' losses, to differentiate.
         losses: float64 [1 + steps], its value and that of each step, on the device.
-        draft_tokens: of each step, draft ids [1, S]; empty if they were not asked for.
+        draft_tokens: of each step, draft ids [1, S], if they were asked for and every position is a target.
     """
 
     loss: torch.Tensor
@@ -65,36 +66,35 @@ class Unroll:
         self._input_norm = _as_it_is if model.input_norm is None else compiled(model.input_norm)
 
     def __call__(self, batch: Batch, want_tokens: bool = False) -> Unrolled:
-        """The steps on a batch on the device."""
-        model, ids, loss_mask = self.model, batch["input_ids"], batch["loss_mask"]
+        """The steps on a batch on the device, with `targets` and `weights` (`only_supervised`)."""
+        model, ids, positions = self.model, batch["input_ids"], batch["targets"]
         with torch.no_grad():
-            targets = model.verifier_lm_head(self._verifier_norm(batch["verifier_last_hidden_states"]))
+            states = self._verifier_norm(batch["verifier_last_hidden_states"])
+            wanted = model.verifier_lm_head(states.index_select(1, positions))
         hidden = model.fc(self._input_norm(batch["hidden_states"]))
         cache = DynamicCache()
         losses, draft_tokens = [], []
         for step, attended in enumerate(attention_masks(model, batch["document_ids"][0], self.steps)):
             with torch.no_grad():
-                # Teacher forcing: the tokens that come `step` later; the last positions have none and no target.
+                # Teacher forcing: the tokens that come `step` later; the last positions have none, and no target.
                 embedded = model.embed_tokens(pad(ids[:, step:], (0, step)))
             hidden = torch.cat([embedded, hidden], dim=-1)
-            positions = batch["position_ids"] + step
-            rotary = model.rotary_emb(hidden, positions)
+            position_ids = batch["position_ids"] + step
+            rotary = model.rotary_emb(hidden, position_ids)
             for layer in self._layers:
                 hidden = layer(
                     hidden,
                     attention_mask=attended,
-                    position_ids=positions,
+                    position_ids=position_ids,
                     past_key_values=cache,
                     position_embeddings=rotary,
                 )
-            logits = model.lm_head(self._norm(hidden))
-            end = logits.shape[1] - step
-            mean = loss_function(
-                logits[:, :end], targets[:, step:], loss_mask[:, step:], positions[:, step:], self.position_loss
-            )
-            losses.append(mean * self.decay**step)
+            rows = (positions - step).clamp(min=0)
+            logits = model.lm_head(self._norm(hidden).index_select(1, rows))
+            weights = batch["weights"][None]
+            losses.append(loss_function(logits, wanted, weights, rows[None], self.position_loss) * self.decay**step)
             if want_tokens:
-                draft_tokens.append(logits.detach().argmax(dim=-1))
+                draft_tokens.append(pad(logits.detach().argmax(dim=-1)[:, step:], (0, step)))
         loss = reduce(torch.add, losses)
         return Unrolled(loss, torch.stack([loss, *losses]).detach().double(), draft_tokens)
 
@@ -108,7 +108,7 @@ class OwnForward:
     def __call__(self, batch: Batch, want_tokens: bool = False) -> Unrolled:
         """The steps on a batch on the device."""
         draft_tokens, loss, metrics = self.model(
-            **batch,
+            **{name: value for name, value in batch.items() if name not in ("targets", "weights")},
             ttt_steps=self.steps,
             ttt_step_loss_decay=self.decay,
             loss_config=resolve_loss_config("kl_div", "eager"),
