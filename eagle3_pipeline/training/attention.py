@@ -77,6 +77,6 @@ def _block_mask(partly: torch.Tensor, fully: torch.Tensor, allowed: object, step
 
 
 def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row how many blocks are set, and the numbers of these first; int32 [1, 1, rows] and [1, 1, rows, all]."""
+    """Of each row how many blocks are set, and the numbers of these first; int32 [1, 1, rows], [1, 1, rows, all]."""
     numbers = torch.argsort(blocks.to(torch.int32), dim=1, descending=True, stable=True)
     return blocks.sum(1, dtype=torch.int32)[None, None], numbers.to(torch.int32).contiguous()[None, None]

@@ -51,8 +51,8 @@ def _choose_forward(trainer: "Trainer", batch: Batch) -> None:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler raises
-            reason = str(error).splitlines()[:1]
-            trainer.emit("log", message=f"{name} does not work here ({type(error).__name__}: {reason})")
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            trainer.emit("log", message=f"{name} does not work here ({reason})")
     trainer.forward = trainer.forwards[last]
     trainer.loss(batch)[0].backward()
 

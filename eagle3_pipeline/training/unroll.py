@@ -57,9 +57,9 @@ class Unroll:
         self.model, self.steps, self.decay, self.position_loss = model, steps, decay, position_loss
         compiled: Callable[[Any], Any] = _compile if compiles else _as_it_is
         if compiles:
-            # A step has keys of its own length, a layer its own place in the cache, and validation no gradients; past
-            # the limit attention would run uncompiled, on scores of every pair of tokens.
-            variants = 4 * steps * len(model.layers)
+            # Each step has as many keys as none before it, with gradients and without; past the limit attention would
+            # run uncompiled, on scores of every pair of tokens.
+            variants = 4 * steps
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, variants)
         self._layers = [compiled(layer) for layer in model.layers]
         self._norm, self._verifier_norm = compiled(model.norm), compiled(model.verifier_norm)

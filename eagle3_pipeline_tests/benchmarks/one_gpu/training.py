@@ -99,7 +99,7 @@ class Training:
                 seen[int(found.group(1))] = now
 
         result = self._run_worker(load, what, changes, on_event)
-        told = f"{what}, {result['loss']} loss"
+        told = f"{what}, {result['forward']}"
         self._speed(load, what, told, seen, result["tokens_a_step"])
         row, part = self.report.row, load.name
         row(part, f"{told}: by its own clock", result["tokens_per_s"], "tok/s")
