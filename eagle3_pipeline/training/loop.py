@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +24,17 @@ from eagle3_pipeline.training.job import Job
 from eagle3_pipeline.training.metrics import MetricsLog
 from eagle3_pipeline.training.noise import add_noise
 from eagle3_pipeline.training.optim import learning_rate, make_optimizers, set_learning_rate
-from eagle3_pipeline.training.prefetch import read_ahead
+from eagle3_pipeline.training.prefetch import Mover, Moving, read_ahead
 from eagle3_pipeline.training.prepare import Bench, Emit, peak_memory_bytes, prepare
 from eagle3_pipeline.training.probe import probe_step
-from eagle3_pipeline.training.progress import Group, Progress, only_supervised, supervised_mask, with_all_targets
+from eagle3_pipeline.training.progress import (
+    Group,
+    Progress,
+    Ready,
+    only_supervised,
+    supervised_mask,
+    with_all_targets,
+)
 from eagle3_pipeline.training.ranks import Ranks
 from eagle3_pipeline.training.resume import ResumeStore
 from eagle3_pipeline.training.split import validation_conversations
@@ -44,6 +52,7 @@ class Trainer:
         self.emit: Emit = emit if self.ranks.is_first else _say_nothing
         self.bench: Bench = prepare(job, self.emit)
         self.model, self.device = self.bench.model, self.bench.device
+        self.mover = Mover(self.device)
         self.resume = ResumeStore(job.output, job.fingerprint)
         self.progress, self.log = Progress(), MetricsLog()
         self._split()
@@ -113,7 +122,9 @@ class Trainer:
         starts = range(first, end, self.spec.accumulate)
         mine = [start + i for start, numbers in zip(starts, dealt, strict=True) for i in numbers]
         self.batches.select(self.progress.epoch, mine)
-        batches = read_ahead(self.train_loader)
+        # A step's batches are on the device one after the other.
+        moves = max(map(len, dealt), default=0) <= 1
+        batches = read_ahead(map(partial(self._ready, moves=moves), self.train_loader))
         for size, numbers in zip(sizes, dealt, strict=True):
             started = time.monotonic()
             group = Group(size, numbers, [next(batches) for _ in numbers])
@@ -122,19 +133,26 @@ class Trainer:
             self.progress.wait_s += waited
             self.progress.train_s += time.monotonic() - started
 
+    def _ready(self, batch: Batch, moves: bool) -> Ready:
+        """What of a batch can be done ahead; runs beside a step."""
+        num_positions = int((batch["document_ids"] >= 0).sum())
+        batch = only_supervised(batch, self.spec.ttt_steps, self.bench.targets_multiple)
+        num_supervised = int(batch["loss_mask"].sum())
+        return Ready(self.mover.start(batch) if moves else batch, num_supervised, num_positions)
+
     def _step(self, group: Group) -> None:
         progress, spec = self.progress, self.spec
-        batches = [only_supervised(batch, spec.ttt_steps, self.bench.targets_multiple) for batch in group.batches]
-        counts = [int(batch["loss_mask"].sum()) for batch in batches]
-        positions = sum(int((batch["document_ids"] >= 0).sum()) for batch in group.batches)
-        num_supervised, num_positions = (int(n) for n in self._add([sum(counts), positions]))
+        supervised = sum(ready.num_supervised for ready in group.batches)
+        positions = sum(ready.num_positions for ready in group.batches)
+        num_supervised, num_positions = (int(n) for n in self._add([supervised, positions]))
         totals = self._no_losses()
-        for number, cpu_batch, count in zip(group.numbers, batches, counts, strict=True):
-            batch = self.bench.to_device(cpu_batch)
+        for number, ready in zip(group.numbers, group.batches, strict=True):
+            moving = ready.batch if isinstance(ready.batch, Moving) else self.mover.start(ready.batch)
+            batch = moving.wait()
             batch["hidden_states"] = add_noise(batch["hidden_states"], spec.noise, spec.seed, progress.batches + number)
             loss, losses = self.loss(batch)
             # Each supervised token weighs the same, however the step's tokens fall into batches and ranks.
-            share = count / max(num_supervised, 1)
+            share = ready.num_supervised / max(num_supervised, 1)
             (loss * share).backward()
             totals += losses * share
         norm, rate = self._update()

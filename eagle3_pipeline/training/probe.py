@@ -6,6 +6,7 @@ import torch
 
 from eagle3_pipeline.errors import TrainingError
 from eagle3_pipeline.training.dataset import Batch
+from eagle3_pipeline.training.prefetch import DEPTH
 from eagle3_pipeline.training.prepare import peak_memory_bytes
 from eagle3_pipeline.training.progress import with_all_targets
 
@@ -27,7 +28,7 @@ def probe_step(trainer: "Trainer") -> None:
     num_tokens = int(sizes[largest].sum())
     try:
         _choose_forward(trainer, batch)
-        _require_optimizer_memory(trainer)
+        _require_memory(trainer, DEPTH * sum(value.nbytes for value in batch.values()))
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise TrainingError(
             f"one training step on the largest packed batch ({num_tokens:,} tokens) does not fit the memory of "
@@ -57,12 +58,12 @@ def _choose_forward(trainer: "Trainer", batch: Batch) -> None:
     trainer.loss(batch)[0].backward()
 
 
-def _require_optimizer_memory(trainer: "Trainer") -> None:
-    """The first step adds the optimizers' moments, at most two float32 values a parameter."""
+def _require_memory(trainer: "Trainer", ahead: int) -> None:
+    """The first step adds the optimizers' moments, at most two float32 values a parameter, and the batches ahead."""
     if trainer.device.type != "cuda":
         return
-    needed = 8 * sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    needed = ahead + 8 * sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     reserved = torch.cuda.memory_reserved(trainer.device) - torch.cuda.memory_allocated(trainer.device)
     free = torch.cuda.mem_get_info(trainer.device)[0] + reserved
     if needed > free:
-        raise MemoryError(f"the optimizer needs {needed:,} bytes more, {free:,} are free")
+        raise MemoryError(f"optimizer and batches need {needed:,} bytes more, {free:,} are free")

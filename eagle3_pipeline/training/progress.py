@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import pad
 
 from eagle3_pipeline.training.dataset import Batch
+from eagle3_pipeline.training.prefetch import Moving
 
 
 @dataclass
@@ -66,6 +67,21 @@ def with_all_targets(batch: Batch, mask: torch.Tensor) -> Batch:
 
 
 @dataclass(frozen=True)
+class Ready:
+    """A batch to train on.
+
+    Attributes:
+        batch: on the CPU, or moving to the device.
+        num_supervised: targets that count.
+        num_positions: positions that are not padding.
+    """
+
+    batch: Batch | Moving
+    num_supervised: int
+    num_positions: int
+
+
+@dataclass(frozen=True)
 class Group:
     """The batches of one optimizer step.
 
@@ -77,4 +93,4 @@ class Group:
 
     num_batches: int
     numbers: list[int]
-    batches: list[Batch]
+    batches: list[Ready]
