@@ -4,6 +4,8 @@ At step i a position attends to what came before it in its document at step 0, a
 steps follow each other. Which pairs of tokens that is, is speculators' `create_combined_mask_mod`.
 """
 
+from typing import Any
+
 import torch
 from speculators.models.attention import create_float_mask
 from speculators.models.eagle3 import Eagle3DraftModel
@@ -29,8 +31,7 @@ def attention_masks(
     allowed = create_combined_mask_mod(documents, size, sliding_window=window)
     kind = model.config.transformer_layer_config._attn_implementation
     if kind == "simple_flex_attention":
-        partly, fully = _blocks(documents, window)
-        return [_block_mask(partly, fully, allowed, i) for i in range(steps)]
+        return _block_masks(*_blocks(documents, window), allowed, steps)
     create = create_float_mask if kind == "eager" else create_mask
     dense = create(allowed, None, None, size, steps * size, device=documents.device)
     return [dense[..., : (i + 1) * size] for i in range(steps)]
@@ -53,27 +54,35 @@ def _blocks(documents: torch.Tensor, window: int | None) -> tuple[torch.Tensor, 
     return (some & ~every) | (key == query), every
 
 
-def _block_mask(partly: torch.Tensor, fully: torch.Tensor, allowed: object, step: int) -> BlockMask:
-    own = torch.eye(len(partly), dtype=torch.bool, device=partly.device)
-    partly = torch.cat([partly] + [own] * step, dim=1)
-    fully = torch.cat([fully] + [torch.zeros_like(own)] * step, dim=1)
+def _block_masks(partly: torch.Tensor, fully: torch.Tensor, allowed: Any, steps: int) -> list[BlockMask]:
+    """The masks of all steps: parts of the last one, whose blocks are listed in ascending order."""
+    count = len(partly)
+    own, none = torch.eye(count, dtype=torch.bool, device=partly.device), torch.zeros_like(partly)
+    partly = torch.cat([partly] + [own] * (steps - 1), dim=1)
+    fully = torch.cat([fully] + [none] * (steps - 1), dim=1)
     kv_num_blocks, kv_indices = _ordered(partly)
     full_kv_num_blocks, full_kv_indices = _ordered(fully)
     q_num_blocks, q_indices = _ordered(partly.T)
     full_q_num_blocks, full_q_indices = _ordered(fully.T)
-    return BlockMask(
-        seq_lengths=(BLOCK * partly.shape[0], BLOCK * partly.shape[1]),
-        kv_num_blocks=kv_num_blocks,
-        kv_indices=kv_indices,
-        full_kv_num_blocks=full_kv_num_blocks,
-        full_kv_indices=full_kv_indices,
-        q_num_blocks=q_num_blocks,
-        q_indices=q_indices,
-        full_q_num_blocks=full_q_num_blocks,
-        full_q_indices=full_q_indices,
-        BLOCK_SIZE=(BLOCK, BLOCK),
-        mask_mod=allowed,
-    )
+    masks = []
+    for step in range(steps):
+        keys = (step + 1) * count
+        masks.append(
+            BlockMask(
+                seq_lengths=(BLOCK * count, BLOCK * keys),
+                kv_num_blocks=kv_num_blocks - (steps - 1 - step),
+                kv_indices=kv_indices[..., :keys].contiguous(),
+                full_kv_num_blocks=full_kv_num_blocks,
+                full_kv_indices=full_kv_indices[..., :keys].contiguous(),
+                q_num_blocks=q_num_blocks[..., :keys],
+                q_indices=q_indices[..., :keys, :],
+                full_q_num_blocks=full_q_num_blocks[..., :keys],
+                full_q_indices=full_q_indices[..., :keys, :],
+                BLOCK_SIZE=(BLOCK, BLOCK),
+                mask_mod=allowed,
+            )
+        )
+    return masks
 
 
 def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
