@@ -24,13 +24,14 @@ from eagle3_pipeline.training.job import Job
 from eagle3_pipeline.training.metrics import MetricsLog
 from eagle3_pipeline.training.noise import add_noise
 from eagle3_pipeline.training.optim import learning_rate, make_optimizers, set_learning_rate
-from eagle3_pipeline.training.prefetch import Mover, Moving, read_ahead
+from eagle3_pipeline.training.prefetch import Fetched, Mover, Moving, read_ahead
 from eagle3_pipeline.training.prepare import Bench, Emit, peak_memory_bytes, prepare
 from eagle3_pipeline.training.probe import probe_step
 from eagle3_pipeline.training.progress import (
     Group,
     Progress,
     Ready,
+    Taken,
     only_supervised,
     supervised_mask,
     with_all_targets,
@@ -63,6 +64,7 @@ class Trainer:
         self.optimizers = make_optimizers(self.model, self.spec)
         self.forwards = forwards(self.model, self.spec.ttt_steps, self.spec.ttt_loss_decay)
         self.forward = next(iter(self.forwards.values()))
+        self._unsettled: Taken | None = None
         self._choices: list[torch.Tensor] = []
         self._last_save = self._last_report = time.monotonic()
 
@@ -108,6 +110,7 @@ class Trainer:
                 self._report(now)
             if now - self._last_save >= self.job.resume_every_s:
                 self._save()
+        self._settle()
         train_loss = progress.loss_sum / max(progress.loss_tokens, 1)
         self._validate(progress.epoch, train_loss)
         progress.epoch, progress.batch = progress.epoch + 1, 0
@@ -156,16 +159,30 @@ class Trainer:
             (loss * share).backward()
             totals += losses * share
         norm, rate = self._update()
-        # The only wait for the device in a step; a step that diverged ends the run before anything of it is kept.
-        values = self._named(self._add(totals.tolist()))
-        if not math.isfinite(values["loss"]):
-            raise TrainingError(f"the loss became {values['loss']} at step {progress.step + 1}; lower training.lr")
+        self.ranks.add_up(totals)
         progress.batch, progress.batches = progress.batch + group.num_batches, progress.batches + group.num_batches
         progress.tokens += num_positions
         progress.step += 1
-        progress.loss_sum += values["loss"] * num_supervised
-        progress.loss_tokens += num_supervised
-        self.log.add("step", progress.step, progress.epoch, "train", {**values, "lr": rate, "grad_norm": float(norm)})
+        self._settle()
+        results = Fetched.start(torch.cat([totals, norm[None].double()]))
+        self._unsettled = Taken(progress.step, progress.epoch, num_supervised, rate, results)
+
+    def _settle(self) -> None:
+        """Counts and logs the last step taken, if it is not yet.
+
+        That waits for the device; one step later, the device works on the next meanwhile. A step that diverged ends the
+        run before anything of it is kept.
+        """
+        if (taken := self._unsettled) is None:
+            return
+        self._unsettled = None
+        *losses, norm = taken.results.wait()
+        values = self._named(losses)
+        if not math.isfinite(values["loss"]):
+            raise TrainingError(f"the loss became {values['loss']} at step {taken.step}; lower training.lr")
+        self.progress.loss_sum += values["loss"] * taken.num_supervised
+        self.progress.loss_tokens += taken.num_supervised
+        self.log.add("step", taken.step, taken.epoch, "train", {**values, "lr": taken.rate, "grad_norm": norm})
 
     def _update(self) -> tuple[torch.Tensor, float]:
         """An optimizer step on the gradients that are there; the gradients' norm before clipping, the rate."""
@@ -251,6 +268,8 @@ class Trainer:
     def _report(self, now: float) -> None:
         self._last_report = now
         p = self.progress
+        if not p.loss_tokens:
+            self._settle()
         in_epoch = math.ceil(self.batches_of[p.epoch - 1] / self.spec.accumulate)
         step = math.ceil(p.batch / self.spec.accumulate)
         speed = self._speed()["tokens_per_s"]
@@ -267,6 +286,7 @@ class Trainer:
         return {n: p.detach().cpu() for n, p in self.model.named_parameters() if p.requires_grad}
 
     def _save(self) -> None:
+        self._settle()
         if not self.ranks.is_first:
             return
         rows = torch.frombuffer(bytearray(self.log.to_bytes()), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Reads batches ahead of their use, and moves them to a GPU ahead."""
+"""Reads batches ahead of their use, and copies to and from a GPU while it works."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -67,3 +67,26 @@ class Mover:
         with torch.cuda.stream(self._stream):
             moved = {name: value.to(self._device, non_blocking=True) for name, value in batch.items()}
             return Moving(moved, self._stream.record_event() if self._stream else None)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Values that are on their way from a device."""
+
+    values: torch.Tensor
+    arrival: torch.cuda.Event | None
+
+    @classmethod
+    def start(cls, values: torch.Tensor) -> "Fetched":
+        """Starts to copy values that the device is still computing."""
+        if not values.is_cuda:
+            return cls(values, None)
+        copied = values.to("cpu", non_blocking=True)
+        return cls(copied, torch.cuda.current_stream(values.device).record_event())
+
+    def wait(self) -> list[float]:
+        """The values, once they are there."""
+        if self.arrival:
+            self.arrival.synchronize()
+        found: list[float] = self.values.tolist()
+        return found

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import pad
 
 from eagle3_pipeline.training.dataset import Batch
-from eagle3_pipeline.training.prefetch import Moving
+from eagle3_pipeline.training.prefetch import Fetched, Moving
 
 
 @dataclass
@@ -94,3 +94,22 @@ class Group:
     num_batches: int
     numbers: list[int]
     batches: list[Ready]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """An optimizer step that was taken, or is being taken on the device.
+
+    Attributes:
+        step: its number.
+        epoch: its epoch.
+        num_supervised: targets that counted, of all ranks.
+        rate: the learning rate.
+        results: losses, and the norm of the gradients.
+    """
+
+    step: int
+    epoch: int
+    num_supervised: int
+    rate: float
+    results: Fetched
