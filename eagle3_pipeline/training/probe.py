@@ -1,5 +1,6 @@
 """The probe before the first epoch: what would fail at the longest batch fails now."""
 
+import traceback
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,6 +53,7 @@ def _choose_forward(trainer: "Trainer", batch: Batch) -> None:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler raises
+            traceback.print_exc()
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             trainer.emit("log", message=f"{name} does not work here ({reason})")
     trainer.forward = trainer.forwards[last]
