@@ -113,12 +113,15 @@ def build_draft(
     rows = weights.lm_head[vocab_map.verifier_ids]
     with torch.no_grad():
         model.lm_head.weight.copy_(rows)
-    # Frozen weights are cast on every use if they are not in the compute type already.
-    for module, value in (
+    frozen_parts = [
         (model.embed_tokens, weights.embed_tokens),
         (model.verifier_lm_head, rows),
         (model.verifier_norm, weights.norm),
-    ):
+    ]
+    if not job.training.train_lm_head:
+        frozen_parts.append((model.lm_head, rows))
+    # Frozen weights are cast on every use if they are not in the compute type already.
+    for module, value in frozen_parts:
         frozen = value if value.dtype == torch.bfloat16 else value.float()
         module.weight = torch.nn.Parameter(frozen.clone(), requires_grad=False)
     model.verifier_norm.variance_epsilon = verifier_norm_eps(verifier)

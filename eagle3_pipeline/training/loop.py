@@ -9,10 +9,10 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
-from speculators.losses import LossConfig, resolve_loss_config
 
 from eagle3_pipeline.errors import TrainingError
 from eagle3_pipeline.training.acceptance import AcceptanceMeter
@@ -24,13 +24,22 @@ from eagle3_pipeline.training.job import Job
 from eagle3_pipeline.training.metrics import MetricsLog
 from eagle3_pipeline.training.noise import add_noise
 from eagle3_pipeline.training.optim import learning_rate, make_optimizers, set_learning_rate
-from eagle3_pipeline.training.prefetch import read_ahead
+from eagle3_pipeline.training.prefetch import Fetched, Mover, Moving, read_ahead
 from eagle3_pipeline.training.prepare import Bench, Emit, peak_memory_bytes, prepare
 from eagle3_pipeline.training.probe import probe_step
-from eagle3_pipeline.training.progress import Group, Progress, supervised_mask
+from eagle3_pipeline.training.progress import (
+    Group,
+    Progress,
+    Ready,
+    Taken,
+    only_supervised,
+    supervised_mask,
+    with_all_targets,
+)
 from eagle3_pipeline.training.ranks import Ranks
 from eagle3_pipeline.training.resume import ResumeStore
 from eagle3_pipeline.training.split import validation_conversations
+from eagle3_pipeline.training.unroll import Unrolled, forwards
 
 LAST = "last"
 
@@ -44,6 +53,7 @@ class Trainer:
         self.emit: Emit = emit if self.ranks.is_first else _say_nothing
         self.bench: Bench = prepare(job, self.emit)
         self.model, self.device = self.bench.model, self.bench.device
+        self.mover = Mover(self.device)
         self.resume = ResumeStore(job.output, job.fingerprint)
         self.progress, self.log = Progress(), MetricsLog()
         self._split()
@@ -52,7 +62,9 @@ class Trainer:
         self.total_steps = sum(math.ceil(n / self.spec.accumulate) for n in self.batches_of)
         self.train_loader = self.bench.loader(self.train_set, self.batches)
         self.optimizers = make_optimizers(self.model, self.spec)
-        self.loss_config: LossConfig = resolve_loss_config("kl_div", "eager")
+        self.forwards = forwards(self.model, self.spec.ttt_steps, self.spec.ttt_loss_decay)
+        self.forward = next(iter(self.forwards.values()))
+        self._unsettled: Taken | None = None
         self._choices: list[torch.Tensor] = []
         self._last_save = self._last_report = time.monotonic()
 
@@ -98,6 +110,7 @@ class Trainer:
                 self._report(now)
             if now - self._last_save >= self.job.resume_every_s:
                 self._save()
+        self._settle()
         train_loss = progress.loss_sum / max(progress.loss_tokens, 1)
         self._validate(progress.epoch, train_loss)
         progress.epoch, progress.batch = progress.epoch + 1, 0
@@ -112,7 +125,9 @@ class Trainer:
         starts = range(first, end, self.spec.accumulate)
         mine = [start + i for start, numbers in zip(starts, dealt, strict=True) for i in numbers]
         self.batches.select(self.progress.epoch, mine)
-        batches = read_ahead(self.train_loader)
+        # A step's batches are on the device one after the other.
+        moves = max(map(len, dealt), default=0) <= 1
+        batches = read_ahead(map(partial(self._ready, moves=moves), self.train_loader))
         for size, numbers in zip(sizes, dealt, strict=True):
             started = time.monotonic()
             group = Group(size, numbers, [next(batches) for _ in numbers])
@@ -121,32 +136,53 @@ class Trainer:
             self.progress.wait_s += waited
             self.progress.train_s += time.monotonic() - started
 
+    def _ready(self, batch: Batch, moves: bool) -> Ready:
+        """What of a batch can be done ahead; runs beside a step."""
+        num_positions = int((batch["document_ids"] >= 0).sum())
+        batch = only_supervised(batch, self.spec.ttt_steps, self.bench.targets_multiple)
+        num_supervised = int(batch["loss_mask"].sum())
+        return Ready(self.mover.start(batch) if moves else batch, num_supervised, num_positions)
+
     def _step(self, group: Group) -> None:
         progress, spec = self.progress, self.spec
-        counts = [int(supervised_mask(batch, spec.ttt_steps).sum()) for batch in group.batches]
-        positions = sum(int((batch["document_ids"] >= 0).sum()) for batch in group.batches)
-        num_supervised, num_positions = (int(n) for n in self._add([sum(counts), positions]))
+        supervised = sum(ready.num_supervised for ready in group.batches)
+        positions = sum(ready.num_positions for ready in group.batches)
+        num_supervised, num_positions = (int(n) for n in self._add([supervised, positions]))
         totals = self._no_losses()
-        for number, cpu_batch, count in zip(group.numbers, group.batches, counts, strict=True):
-            batch = self.bench.to_device(cpu_batch)
-            batch["loss_mask"] = supervised_mask(batch, spec.ttt_steps)
+        for number, ready in zip(group.numbers, group.batches, strict=True):
+            moving = ready.batch if isinstance(ready.batch, Moving) else self.mover.start(ready.batch)
+            batch = moving.wait()
             batch["hidden_states"] = add_noise(batch["hidden_states"], spec.noise, spec.seed, progress.batches + number)
             loss, losses = self.loss(batch)
             # Each supervised token weighs the same, however the step's tokens fall into batches and ranks.
-            share = count / max(num_supervised, 1)
+            share = ready.num_supervised / max(num_supervised, 1)
             (loss * share).backward()
             totals += losses * share
         norm, rate = self._update()
-        # The only wait for the device in a step; a step that diverged ends the run before anything of it is kept.
-        values = self._named(self._add(totals.tolist()))
-        if not math.isfinite(values["loss"]):
-            raise TrainingError(f"the loss became {values['loss']} at step {progress.step + 1}; lower training.lr")
+        self.ranks.add_up(totals)
         progress.batch, progress.batches = progress.batch + group.num_batches, progress.batches + group.num_batches
         progress.tokens += num_positions
         progress.step += 1
-        progress.loss_sum += values["loss"] * num_supervised
-        progress.loss_tokens += num_supervised
-        self.log.add("step", progress.step, progress.epoch, "train", {**values, "lr": rate, "grad_norm": float(norm)})
+        self._settle()
+        results = Fetched.start(torch.cat([totals, norm[None].double()]))
+        self._unsettled = Taken(progress.step, progress.epoch, num_supervised, rate, results)
+
+    def _settle(self) -> None:
+        """Counts and logs the last step taken, if it is not yet.
+
+        That waits for the device; one step later, the device works on the next meanwhile. A step that diverged ends the
+        run before anything of it is kept.
+        """
+        if (taken := self._unsettled) is None:
+            return
+        self._unsettled = None
+        *losses, norm = taken.results.wait()
+        values = self._named(losses)
+        if not math.isfinite(values["loss"]):
+            raise TrainingError(f"the loss became {values['loss']} at step {taken.step}; lower training.lr")
+        self.progress.loss_sum += values["loss"] * taken.num_supervised
+        self.progress.loss_tokens += taken.num_supervised
+        self.log.add("step", taken.step, taken.epoch, "train", {**values, "lr": taken.rate, "grad_norm": norm})
 
     def _update(self) -> tuple[torch.Tensor, float]:
         """An optimizer step on the gradients that are there; the gradients' norm before clipping, the rate."""
@@ -171,21 +207,12 @@ class Trainer:
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss of a batch on the device, its value and that of each TTT step."""
-        loss, losses, _ = self._forward(batch)
-        return loss, losses
+        found = self._forward(batch)
+        return found.loss, found.losses
 
-    def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Loss, its value and that of each TTT step (float64 [1 + steps], on the device), and the drafted tokens."""
-        steps = self.spec.ttt_steps
+    def _forward(self, batch: Batch, want_tokens: bool = False) -> Unrolled:
         with torch.autocast(self.device.type, torch.bfloat16):
-            draft_tokens, loss, metrics = self.model(
-                **batch,
-                ttt_steps=steps,
-                ttt_step_loss_decay=self.spec.ttt_loss_decay,
-                loss_config=self.loss_config,
-            )
-        losses = torch.stack([loss.detach(), *(metrics[f"loss_{i}_sum"] for i in range(steps))])
-        return loss, losses.double(), draft_tokens
+            return self.forward(batch, want_tokens)
 
     def _validate(self, epoch: int, train_loss: float | None = None) -> None:
         """Measures an epoch, logs it, and keeps the weights if it is the best so far; all ranks learn the result."""
@@ -203,11 +230,11 @@ class Trainer:
                 # The verifier's choices do not depend on the draft: computed once.
                 self._choices.append(choose(batch).to("cpu"))
             mask = supervised_mask(batch, self.spec.ttt_steps)
-            _, losses, draft_tokens = self._forward({**batch, "loss_mask": mask})
-            meter.add(draft_tokens, self._choices[number].to(self.device), batch)
+            found = self._forward(with_all_targets(batch, mask), want_tokens=True)
+            meter.add(found.draft_tokens, self._choices[number].to(self.device), batch)
             count = int(mask.sum())
             tokens += count
-            totals += losses * count
+            totals += found.losses * count
         accuracies = meter.result()
         values = {name: value / max(tokens, 1) for name, value in self._named(totals.tolist()).items()}
         values |= {f"full_acc_{i}": v for i, v in enumerate(accuracies["full_acc"])}
@@ -241,6 +268,8 @@ class Trainer:
     def _report(self, now: float) -> None:
         self._last_report = now
         p = self.progress
+        if not p.loss_tokens:
+            self._settle()
         in_epoch = math.ceil(self.batches_of[p.epoch - 1] / self.spec.accumulate)
         step = math.ceil(p.batch / self.spec.accumulate)
         speed = self._speed()["tokens_per_s"]
@@ -257,6 +286,7 @@ class Trainer:
         return {n: p.detach().cpu() for n, p in self.model.named_parameters() if p.requires_grad}
 
     def _save(self) -> None:
+        self._settle()
         if not self.ranks.is_first:
             return
         rows = torch.frombuffer(bytearray(self.log.to_bytes()), dtype=torch.uint8)

@@ -1,5 +1,6 @@
 """What training and simulation both start from: data, verifier weights, and the draft on its device."""
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from speculators.models.eagle3 import Eagle3DraftModel
 
 from eagle3_pipeline.errors import TrainingError
 from eagle3_pipeline.training.acceptance import VerifierChoice
+from eagle3_pipeline.training.attention import BLOCK
 from eagle3_pipeline.training.dataset import (
     Batch,
     HiddenStateDataset,
@@ -51,9 +53,16 @@ class Bench:
         """A loader of packed batches."""
         spec = self.job.training
         on_gpu = self.device.type == "cuda"
-        # Compiled attention wants one shape; worker processes cannot lock pages, their loader does it.
-        collate = PackedCollate(spec.batch_tokens if on_gpu else None, pin=on_gpu and not spec.num_workers)
+        # Compiled attention wants one shape, of whole blocks.
+        pad_to = math.ceil(spec.batch_tokens / BLOCK) * BLOCK if on_gpu else None
+        # Worker processes cannot lock pages, their loader does it.
+        collate = PackedCollate(pad_to, pin=on_gpu and not spec.num_workers)
         return make_loader(dataset, batches, collate, spec.num_workers, on_gpu)
+
+    @property
+    def targets_multiple(self) -> int:
+        """See `only_supervised`: a GPU's allocator keeps memory by size."""
+        return 256 if self.device.type == "cuda" else 1
 
     def fixed_loader(self, indices: list[int]) -> torch.utils.data.DataLoader:
         """A loader whose batches are the same in every epoch and for every seed."""

@@ -1,20 +1,22 @@
 """The probe before the first epoch: what would fail at the longest batch fails now."""
 
+import traceback
 from typing import TYPE_CHECKING
 
 import torch
-from speculators.losses import resolve_loss_config
 
 from eagle3_pipeline.errors import TrainingError
 from eagle3_pipeline.training.dataset import Batch
+from eagle3_pipeline.training.prefetch import DEPTH
 from eagle3_pipeline.training.prepare import peak_memory_bytes
+from eagle3_pipeline.training.progress import with_all_targets
 
 if TYPE_CHECKING:
     from eagle3_pipeline.training.loop import Trainer
 
 
 def probe_step(trainer: "Trainer") -> None:
-    """One step on the batch with the most tokens, before anything is paid for: does it fit, and which loss works?
+    """One step on the batch with the most tokens, before anything is paid for: does it fit, and what works?
 
     Raises:
         TrainingError: it does not fit the memory; the message names the settings to lower.
@@ -22,11 +24,12 @@ def probe_step(trainer: "Trainer") -> None:
     sizes = trainer.train_set.num_positions
     largest = max(trainer.batches.of_epoch(1), key=lambda batch: int(sizes[batch].sum()))
     batch = trainer.bench.to_device(trainer.train_loader.collate_fn([trainer.train_set[i] for i in largest]))
+    # Another batch may have more targets.
+    batch = with_all_targets(batch, batch["position_ids"] >= trainer.spec.ttt_steps)
     num_tokens = int(sizes[largest].sum())
     try:
-        if not _fused_loss_works(trainer, batch):
-            trainer.loss(batch)[0].backward()
-        _require_optimizer_memory(trainer)
+        _choose_forward(trainer, batch)
+        _require_memory(trainer, DEPTH * sum(value.nbytes for value in batch.values()))
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise TrainingError(
             f"one training step on the largest packed batch ({num_tokens:,} tokens) does not fit the memory of "
@@ -39,30 +42,30 @@ def probe_step(trainer: "Trainer") -> None:
     trainer.emit("log", message=f"a step on the largest batch ({num_tokens:,} tokens) fits: peak memory {peak:.1f} GiB")
 
 
-def _fused_loss_works(trainer: "Trainer", batch: Batch) -> bool:
-    """Tries speculators' fused loss on a GPU; keeps to the eager one where its kernel does not compile."""
-    if trainer.device.type != "cuda":
-        return False
-    trainer.loss_config = resolve_loss_config("kl_div", "fused")
-    try:
-        trainer.loss(batch)[0].backward()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever the kernel's compiler raises
-        trainer.loss_config = resolve_loss_config("kl_div", "eager")
-        reason = str(error).splitlines()[:1]
-        message = f"fused loss does not work here ({type(error).__name__}: {reason}); using eager"
-        trainer.emit("log", message=message)
-        return False
-    return True
+def _choose_forward(trainer: "Trainer", batch: Batch) -> None:
+    """Takes the first way to the loss that works here: some need a compiler for the GPU."""
+    *others, last = trainer.forwards
+    for name in others:
+        trainer.forward = trainer.forwards[name]
+        try:
+            trainer.loss(batch)[0].backward()
+            return
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever the compiler raises
+            traceback.print_exc()
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            trainer.emit("log", message=f"{name} does not work here ({reason})")
+    trainer.forward = trainer.forwards[last]
+    trainer.loss(batch)[0].backward()
 
 
-def _require_optimizer_memory(trainer: "Trainer") -> None:
-    """The first step adds the optimizers' moments, at most two float32 values a parameter."""
+def _require_memory(trainer: "Trainer", ahead: int) -> None:
+    """The first step adds the optimizers' moments, at most two float32 values a parameter, and the batches ahead."""
     if trainer.device.type != "cuda":
         return
-    needed = 8 * sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    needed = ahead + 8 * sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     reserved = torch.cuda.memory_reserved(trainer.device) - torch.cuda.memory_allocated(trainer.device)
     free = torch.cuda.mem_get_info(trainer.device)[0] + reserved
     if needed > free:
-        raise MemoryError(f"the optimizer needs {needed:,} bytes more, {free:,} are free")
+        raise MemoryError(f"optimizer and batches need {needed:,} bytes more, {free:,} are free")

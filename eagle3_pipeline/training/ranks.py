@@ -60,8 +60,13 @@ class Ranks:
         if self.world == 1:
             return values
         total = torch.tensor(values, dtype=torch.float64, device=device)
-        distributed.all_reduce(total)
+        self.add_up(total)
         return total.tolist()
+
+    def add_up(self, values: torch.Tensor) -> None:
+        """Replaces values by the sums of all ranks' values."""
+        if self.world > 1:
+            distributed.all_reduce(values)
 
     def add_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Replaces gradients by the sums of all ranks' gradients; a rank without a batch gives zeros."""

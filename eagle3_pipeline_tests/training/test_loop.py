@@ -149,6 +149,8 @@ def test_diverged_loss(make_spec: SpecMaker, events: Events) -> None:
         trainer.model.fc.weight.fill_(torch.nan)
     with pytest.raises(TrainingError, match="the loss became nan at step 1"):
         trainer._step(next(trainer._groups()))
+        trainer._save()
+    assert not list(trainer.job.output.iterdir())
 
 
 @pytest.mark.parametrize(

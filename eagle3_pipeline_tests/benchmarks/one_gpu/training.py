@@ -5,10 +5,10 @@ comes out of the training process: after the same two optimizer steps on both si
 compiles and warms up. Tokens are positions that are trained on, padding is none: the mean of a step of the epoch, times
 the steps between the two lines. (A sequence has one position more or less, and another place in the order of batches.)
 
-This project tells of every step, and waits for the device in each; speculators does so every few steps, where its line
-comes after a wait for the device, and in between it does not wait. The parts of a step come from steps of their own on
-this side (`training_worker`), and from what the command tells of those few steps on the other: `bwd_ms` holds
-`clip_ms`, and `fetch_ms` what the device still had to do, so it is the most that waiting for data can be.
+This project tells of every step, when the device has finished the step before; speculators does so every few steps,
+where its line comes after a wait for the device, and in between it does not wait. The parts of a step come from steps
+of their own on this side (`training_worker`), and from what the command tells of those few steps on the other: `bwd_ms`
+holds `clip_ms`, and `fetch_ms` what the device still had to do, so it is the most that waiting for data can be.
 
 The work compared is speculators': its output layer stays the verifier's, and it adds no noise to states. A last run is
 this project's defaults: the output layer is trained too, and noise added.
@@ -99,7 +99,7 @@ class Training:
                 seen[int(found.group(1))] = now
 
         result = self._run_worker(load, what, changes, on_event)
-        told = f"{what}, {result['loss']} loss"
+        told = f"{what}, {result['forward']}"
         self._speed(load, what, told, seen, result["tokens_a_step"])
         row, part = self.report.row, load.name
         row(part, f"{told}: by its own clock", result["tokens_per_s"], "tok/s")

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speculators.losses import resolve_loss_config
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from eagle3_pipeline.training.job import Job
 from eagle3_pipeline.training.loop import Trainer
@@ -25,6 +26,7 @@ from eagle3_pipeline.workers import claim_stdout, emit
 
 # Steps of the second epoch before those that are measured: its first batches are not read ahead.
 _FIRST = 3
+_PROFILED = 3
 
 
 class MeasuredTrainer(Trainer):
@@ -55,10 +57,12 @@ class MeasuredTrainer(Trainer):
             "tokens_per_s": (done.tokens - began.tokens) / seconds,
             "data_wait_share": (done.wait_s - began.wait_s) / seconds,
             "peak_memory_bytes": float(peak_memory_bytes(self.device)),
-            # What the probe left.
-            "loss": "eager" if self.loss_config == resolve_loss_config("kl_div", "eager") else "fused",
+            # What the probe took.
+            "forward": next(name for name, forward in self.forwards.items() if forward is self.forward),
         }
-        return found | {"split": self._split_steps(split_steps)}
+        found["split"] = self._split_steps(split_steps)
+        self._profile()
+        return found
 
     def _split_steps(self, count: int) -> dict[str, float]:
         """Milliseconds of each part of a step."""
@@ -70,6 +74,25 @@ class MeasuredTrainer(Trainer):
                 self._mark("")
         parts, self._parts = self._parts or {}, None
         return {name: 1000 * seconds / count for name, seconds in parts.items() if name}
+
+    def _profile(self) -> None:
+        """Writes what takes the time of a few steps, to a file that the benchmark keeps."""
+        on_gpu = self.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        groups = itertools.islice(self._groups(), _FIRST + _PROFILED)
+        for group in itertools.islice(groups, _FIRST):
+            self._step(group)
+        with profile(activities=activities) as profiler:
+            for group in groups:
+                self._step(group)
+            if on_gpu:
+                torch.cuda.synchronize()
+        kernels = sum(event.device_type == DeviceType.CUDA for event in profiler.events())
+        averages = profiler.key_averages()
+        orders = ["self_cuda_time_total"] * on_gpu + ["self_cpu_time_total", "cpu_time_total"]
+        tables = [averages.table(sort_by=order, row_limit=25, max_name_column_width=90) for order in orders]
+        told = f"{_PROFILED} steps, {kernels / _PROFILED:.0f} kernels and copies a step"
+        (self.job.output / "profile.log").write_text("\n\n".join([told, *tables]))
 
     def _mark(self, part: str) -> None:
         """What passed since the last mark was this part of a step."""
