@@ -76,7 +76,7 @@ def test_a_second_pipeline_shares_what_is_there(pipeline: Pipeline) -> None:
 
 
 def test_two_passes_load_each_engine_once(pipeline: Pipeline) -> None:
-    pipeline.configure(generation={"temperature": 0.7})
+    pipeline.configure(generation={"temperature": 0.7, "one_pass": "never"})
     materialise(pipeline)
     assert pipeline.num_starts() == 2, "one engine generates all chunks, then one captures all"
 
