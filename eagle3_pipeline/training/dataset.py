@@ -13,7 +13,7 @@ puts after an answer is not. After the shift a sequence has n-2 positions, and t
 (tokens 0 and 1 cannot be: no position before them has both an input token and a state).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,10 @@ class SequenceTable:
         start = self.mask_start[index]
         return self.masks[start : start + self.num_rows[index]]
 
-    def num_supervised(self, indices: Iterable[int]) -> int:
-        """Tokens that are targets in these sequences."""
-        return sum(int(self.mask(i)[1:].sum()) for i in indices)
+    def num_supervised(self, first: int = 1) -> np.ndarray:
+        """Targets of each sequence from this position on, int64 [N]; none has one at position 0."""
+        before = np.concatenate([[0], np.cumsum(self.masks, dtype=np.int64)])
+        return before[self.mask_start + self.num_rows] - before[self.mask_start + np.minimum(first, self.num_rows)]
 
 
 def load_sequences(chunks: Sequence[ChunkInput], num_layers: int, hidden_size: int) -> SequenceTable:
@@ -198,7 +199,7 @@ class HiddenStateDataset(Dataset):
     @property
     def num_supervised(self) -> int:
         """Target tokens of all samples."""
-        return self.table.num_supervised(self.indices)
+        return int(self.table.num_supervised()[self.indices].sum())
 
     def __getitem__(self, item: int) -> Batch:
         table, index = self.table, self.indices[item]

@@ -30,7 +30,6 @@ from eagle3_pipeline.training.probe import probe_step
 from eagle3_pipeline.training.progress import (
     Group,
     Progress,
-    Ready,
     Taken,
     only_supervised,
     supervised_mask,
@@ -60,6 +59,9 @@ class Trainer:
         self.batches = PackedBatches(self.train_set.num_positions, self.spec.batch_tokens, self.spec.seed)
         self.batches_of = [len(self.batches.of_epoch(e)) for e in range(1, self.spec.epochs + 1)]
         self.total_steps = sum(math.ceil(n / self.spec.accumulate) for n in self.batches_of)
+        # Of each sample; see `supervised_mask`.
+        self._supervised = self.bench.table.num_supervised(max(1, self.spec.ttt_steps))[self.train_set.indices]
+        self._positions = self.train_set.num_positions
         self.train_loader = self.bench.loader(self.train_set, self.batches)
         self.optimizers = make_optimizers(self.model, self.spec)
         self.forwards = forwards(self.model, self.spec.ttt_steps, self.spec.ttt_loss_decay)
@@ -119,53 +121,52 @@ class Trainer:
 
     def _groups(self) -> Iterator[Group]:
         """This rank's part of each optimizer step; counts the time that waiting for data takes."""
-        first, end = self.progress.batch, self.batches_of[self.progress.epoch - 1]
-        sizes = [min(self.spec.accumulate, end - start) for start in range(first, end, self.spec.accumulate)]
-        dealt = [self.ranks.deal(size) for size in sizes]
-        starts = range(first, end, self.spec.accumulate)
+        epoch, first = self.progress.epoch, self.progress.batch
+        samples = self.batches.of_epoch(epoch)
+        counts = [(self._supervised[batch].sum(), self._positions[batch].sum()) for batch in samples]
+        starts = range(first, len(counts), self.spec.accumulate)
+        # All ranks know the whole step, and need not ask each other.
+        steps = [counts[start : start + self.spec.accumulate] for start in starts]
+        dealt = [self.ranks.deal(len(step)) for step in steps]
         mine = [start + i for start, numbers in zip(starts, dealt, strict=True) for i in numbers]
-        self.batches.select(self.progress.epoch, mine)
+        self.batches.select(epoch, mine)
         # A step's batches are on the device one after the other.
         moves = max(map(len, dealt), default=0) <= 1
         batches = read_ahead(map(partial(self._ready, moves=moves), self.train_loader))
-        for size, numbers in zip(sizes, dealt, strict=True):
+        for step, numbers in zip(steps, dealt, strict=True):
             started = time.monotonic()
-            group = Group(size, numbers, [next(batches) for _ in numbers])
+            ready = [next(batches) for _ in numbers]
             waited = time.monotonic() - started
-            yield group
+            num_supervised, num_positions = (int(sum(column)) for column in zip(*step, strict=True))
+            own = [int(step[i][0]) for i in numbers]
+            yield Group(len(step), num_supervised, num_positions, numbers, own, ready)
             self.progress.wait_s += waited
             self.progress.train_s += time.monotonic() - started
 
-    def _ready(self, batch: Batch, moves: bool) -> Ready:
-        """What of a batch can be done ahead; runs beside a step."""
-        num_positions = int((batch["document_ids"] >= 0).sum())
+    def _ready(self, batch: Batch, moves: bool) -> Batch | Moving:
+        """A batch with what can be done ahead; runs beside a step."""
         batch = only_supervised(batch, self.spec.ttt_steps, self.bench.targets_multiple)
-        num_supervised = int(batch["loss_mask"].sum())
-        return Ready(self.mover.start(batch) if moves else batch, num_supervised, num_positions)
+        return self.mover.start(batch) if moves else batch
 
     def _step(self, group: Group) -> None:
         progress, spec = self.progress, self.spec
-        supervised = sum(ready.num_supervised for ready in group.batches)
-        positions = sum(ready.num_positions for ready in group.batches)
-        num_supervised, num_positions = (int(n) for n in self._add([supervised, positions]))
         totals = self._no_losses()
-        for number, ready in zip(group.numbers, group.batches, strict=True):
-            moving = ready.batch if isinstance(ready.batch, Moving) else self.mover.start(ready.batch)
-            batch = moving.wait()
+        for number, ready, supervised in zip(group.numbers, group.batches, group.supervised, strict=True):
+            batch = (ready if isinstance(ready, Moving) else self.mover.start(ready)).wait()
             batch["hidden_states"] = add_noise(batch["hidden_states"], spec.noise, spec.seed, progress.batches + number)
             loss, losses = self.loss(batch)
             # Each supervised token weighs the same, however the step's tokens fall into batches and ranks.
-            share = ready.num_supervised / max(num_supervised, 1)
+            share = supervised / max(group.num_supervised, 1)
             (loss * share).backward()
             totals += losses * share
         norm, rate = self._update()
         self.ranks.add_up(totals)
         progress.batch, progress.batches = progress.batch + group.num_batches, progress.batches + group.num_batches
-        progress.tokens += num_positions
+        progress.tokens += group.num_positions
         progress.step += 1
         self._settle()
         results = Fetched.start(torch.cat([totals, norm[None].double()]))
-        self._unsettled = Taken(progress.step, progress.epoch, num_supervised, rate, results)
+        self._unsettled = Taken(progress.step, progress.epoch, group.num_supervised, rate, results)
 
     def _settle(self) -> None:
         """Counts and logs the last step taken, if it is not yet.
@@ -201,9 +202,6 @@ class Trainer:
 
     def _named(self, losses: list[float]) -> dict[str, float]:
         return dict(zip(("loss", *(f"loss_{i}" for i in range(self.spec.ttt_steps))), losses, strict=True))
-
-    def _add(self, values: list[float]) -> list[float]:
-        return self.ranks.add(values, self.device)
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss of a batch on the device, its value and that of each TTT step."""

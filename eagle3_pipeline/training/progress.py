@@ -67,33 +67,24 @@ def with_all_targets(batch: Batch, mask: torch.Tensor) -> Batch:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A batch to train on.
-
-    Attributes:
-        batch: on the CPU, or moving to the device.
-        num_supervised: targets that count.
-        num_positions: positions that are not padding.
-    """
-
-    batch: Batch | Moving
-    num_supervised: int
-    num_positions: int
-
-
-@dataclass(frozen=True)
 class Group:
     """The batches of one optimizer step.
 
     Attributes:
         num_batches: of all ranks.
-        numbers: which of them this rank has.
-        batches: these.
+        num_supervised: targets that count, of all ranks.
+        num_positions: positions that are not padding, of all ranks.
+        numbers: which of the step's batches this rank has.
+        supervised: targets that count in each of these.
+        batches: these, on the CPU, or moving to the device.
     """
 
     num_batches: int
+    num_supervised: int
+    num_positions: int
     numbers: list[int]
-    batches: list[Ready]
+    supervised: list[int]
+    batches: list[Batch | Moving]
 
 
 @dataclass(frozen=True)

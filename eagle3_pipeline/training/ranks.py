@@ -55,14 +55,6 @@ class Ranks:
         """Which of a step's batches are this rank's: every `world`-th."""
         return list(range(self.rank, num_batches, self.world))
 
-    def add(self, values: list[float], device: torch.device) -> list[float]:
-        """Sums of all ranks' values."""
-        if self.world == 1:
-            return values
-        total = torch.tensor(values, dtype=torch.float64, device=device)
-        self.add_up(total)
-        return total.tolist()
-
     def add_up(self, values: torch.Tensor) -> None:
         """Replaces values by the sums of all ranks' values."""
         if self.world > 1:

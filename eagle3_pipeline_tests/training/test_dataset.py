@@ -22,6 +22,7 @@ from eagle3_pipeline.training.dataset import (
     make_loader,
 )
 from eagle3_pipeline.training.job import ChunkInput
+from eagle3_pipeline.training.progress import supervised_mask
 from eagle3_pipeline_tests.training.conftest import AUX_LAYER_IDS, HIDDEN, Row, capture, write_chunk
 
 Verifier = tuple[Path, LlamaForCausalLM]
@@ -113,7 +114,7 @@ def test_last_token_may_differ_only_in_the_sequence(tmp_path: Path, verifier: Ve
     row = Row("s", "c", rows[0].input_ids[:8], [False] * 7 + [True])
     table = load(write_chunk(tmp_path / "c", verifier[1], [row]))
     assert table.mask(0).tolist() == [False] * 6 + [True]
-    assert table.num_supervised([0]) == 1
+    assert table.num_supervised().tolist() == [1]
 
 
 def test_states_of_another_verifier_are_an_error(chunks: list[dict[str, str]]) -> None:
@@ -150,3 +151,18 @@ def test_worker_processes_give_the_same_batches(chunks: list[dict[str, str]]) ->
         given.append(list(make_loader(dataset, batches, PackedCollate(None), num_workers, False)))
     for one, other in zip(*given, strict=True):
         assert all(np.array_equal(one[name].float(), other[name].float()) for name in one)
+
+
+@pytest.mark.parametrize("ttt_steps", [1, 3, 7])
+def test_targets_counted_in_the_table_are_those_of_the_batches(chunks: list[dict[str, str]], ttt_steps: int) -> None:
+    """Ranks weigh their batches by the counts of all, and do not tell each other."""
+    dataset = HiddenStateDataset(load(chunks[0]), list(range(2, 10)))
+    batches = PackedBatches(dataset.num_positions, 64, 0)
+    batches.select(1)
+    supervised = dataset.table.num_supervised(max(1, ttt_steps))[dataset.indices]
+    packed = list(make_loader(dataset, batches, PackedCollate(None), 0, False))
+    found = [int(supervised_mask(batch, ttt_steps).sum()) for batch in packed]
+    assert found == [int(supervised[numbers].sum()) for numbers in batches.of_epoch(1)]
+    assert sum(found) > 0
+    positions = [int((batch["document_ids"] >= 0).sum()) for batch in packed]
+    assert positions == [int(dataset.num_positions[numbers].sum()) for numbers in batches.of_epoch(1)]
