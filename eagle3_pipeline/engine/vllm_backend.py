@@ -9,6 +9,7 @@ from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import EngineError
 from eagle3_pipeline.workers import avoid_multicast
 
+_FEW_CORES = 4
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "logprobs", "ignore_eos")
 
 
@@ -84,6 +85,9 @@ def set_environment(spec: EngineSpec) -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if not spec.num_gpus:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(spec.cpu_kvcache_gib)))
+        if (os.cpu_count() or 1) <= _FEW_CORES:
+            # It would keep a core or two for its scheduler, and be left with half of them.
+            os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
 
 
 class VllmBackend:

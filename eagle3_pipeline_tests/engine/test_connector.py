@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from eagle3_pipeline.engine import connector
 from eagle3_pipeline.engine.connector import ShardConnector
 from eagle3_pipeline.engine.spec import EngineSpec
-from eagle3_pipeline.engine.vllm_backend import engine_arguments
+from eagle3_pipeline.engine.vllm_backend import engine_arguments, set_environment
 from eagle3_pipeline.store.shards import HEADER_BYTES, Geometry, intact_records, read_records
 
 GEOMETRY = Geometry((1, 2, 3), 8)
@@ -114,3 +114,16 @@ def test_a_cache_of_a_given_size_is_asked_for_on_gpus_only() -> None:
     assert engine_arguments(spec)["kv_cache_memory_bytes"] == 1.5 * 2**30
     assert "kv_cache_memory_bytes" not in engine_arguments(replace(spec, gpu_kvcache_gib=None))
     assert "kv_cache_memory_bytes" not in engine_arguments(replace(spec, num_gpus=0))
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(2, "0"), (64, None)])
+def test_few_cores_all_compute(monkeypatch: pytest.MonkeyPatch, cores: int, expected: str | None) -> None:
+    """On two cores vLLM would keep one for its scheduler, and generate with the other."""
+    environment: dict[str, str] = {}
+    monkeypatch.setattr("os.environ", environment)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    set_environment(EngineSpec("model", "id", "bfloat16", False, 64))
+    assert environment.get("VLLM_CPU_NUM_OF_RESERVED_CPU") == expected
+    environment["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
+    set_environment(EngineSpec("model", "id", "bfloat16", False, 64))
+    assert environment["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "1"
