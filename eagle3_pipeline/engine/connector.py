@@ -102,7 +102,8 @@ class ShardConnector(ExampleHiddenStatesConnector):
             if group and num_bytes + own > _GROUP_BYTES:
                 yield group
                 group, num_bytes = [], 0
-            group, num_bytes = [*group, one], num_bytes + own
+            group.append(one)
+            num_bytes += own
         if group:
             yield group
 

@@ -262,10 +262,9 @@ class PackedBatches:
         self._sampler.set_epoch(epoch)
         return [[int(i) for i in batch] for batch in self._sampler]
 
-    def select(self, epoch: int, numbers: Sequence[int] | None = None) -> None:
-        """Makes the next iteration give these batches of `epoch`, in this order; without numbers, all."""
-        batches = self.of_epoch(epoch)
-        self._selected = batches if numbers is None else [batches[i] for i in numbers]
+    def select(self, batches: list[list[int]]) -> None:
+        """Makes the next iteration give these batches, in this order."""
+        self._selected = batches
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter(self._selected)

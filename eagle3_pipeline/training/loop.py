@@ -121,15 +121,14 @@ class Trainer:
 
     def _groups(self) -> Iterator[Group]:
         """This rank's part of each optimizer step; counts the time that waiting for data takes."""
-        epoch, first = self.progress.epoch, self.progress.batch
-        samples = self.batches.of_epoch(epoch)
+        samples = self.batches.of_epoch(self.progress.epoch)
         counts = [(self._supervised[batch].sum(), self._positions[batch].sum()) for batch in samples]
-        starts = range(first, len(counts), self.spec.accumulate)
+        starts = range(self.progress.batch, len(counts), self.spec.accumulate)
         # All ranks know the whole step, and need not ask each other.
         steps = [counts[start : start + self.spec.accumulate] for start in starts]
         dealt = [self.ranks.deal(len(step)) for step in steps]
         mine = [start + i for start, numbers in zip(starts, dealt, strict=True) for i in numbers]
-        self.batches.select(epoch, mine)
+        self.batches.select([samples[number] for number in mine])
         # A step's batches are on the device one after the other.
         moves = max(map(len, dealt), default=0) <= 1
         batches = read_ahead(map(partial(self._ready, moves=moves), self.train_loader))

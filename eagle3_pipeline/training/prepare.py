@@ -68,7 +68,7 @@ class Bench:
         """A loader whose batches are the same in every epoch and for every seed."""
         dataset = HiddenStateDataset(self.table, indices)
         batches = PackedBatches(dataset.num_positions, self.job.training.batch_tokens, _VALIDATION_SEED)
-        batches.select(0)
+        batches.select(batches.of_epoch(0))
         return self.loader(dataset, batches)
 
     def verifier_choice(self) -> VerifierChoice:

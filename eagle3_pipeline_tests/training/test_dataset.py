@@ -130,7 +130,7 @@ def test_order_is_a_function_of_seed_and_epoch_and_resumes(chunks: list[dict[str
     assert first.of_epoch(2) != first.of_epoch(3)
     assert sorted(i for batch in first.of_epoch(2) for i in batch) == list(range(len(positions)))
     assert all(positions[batch].sum() <= 64 for batch in first.of_epoch(2))
-    first.select(2, [2, 1])
+    first.select([first.of_epoch(2)[number] for number in (2, 1)])
     assert list(first) == [first.of_epoch(2)[2], first.of_epoch(2)[1]]
 
 
@@ -147,7 +147,7 @@ def test_worker_processes_give_the_same_batches(chunks: list[dict[str, str]]) ->
     given = []
     for num_workers in (0, 1):
         batches = PackedBatches(dataset.num_positions, 64, 0)
-        batches.select(1)
+        batches.select(batches.of_epoch(1))
         given.append(list(make_loader(dataset, batches, PackedCollate(None), num_workers, False)))
     for one, other in zip(*given, strict=True):
         assert all(np.array_equal(one[name].float(), other[name].float()) for name in one)
@@ -158,7 +158,7 @@ def test_targets_counted_in_the_table_are_those_of_the_batches(chunks: list[dict
     """Ranks weigh their batches by the counts of all, and do not tell each other."""
     dataset = HiddenStateDataset(load(chunks[0]), list(range(2, 10)))
     batches = PackedBatches(dataset.num_positions, 64, 0)
-    batches.select(1)
+    batches.select(batches.of_epoch(1))
     supervised = dataset.table.num_supervised(max(1, ttt_steps))[dataset.indices]
     packed = list(make_loader(dataset, batches, PackedCollate(None), 0, False))
     found = [int(supervised_mask(batch, ttt_steps).sum()) for batch in packed]
