@@ -173,7 +173,7 @@ class TrainingSpec(Section):
         1, "training processes, one GPU each; they share the batches of a step: raise accumulate to match", ge=1
     )
     num_workers: int = execution(0, "data-loader processes of each", ge=0)
-    num_threads: int | None = execution(None, "CPU threads; null: all", ge=1)
+    num_threads: int | None = execution(None, "CPU threads; null: all, beside a GPU 4", ge=1)
     attention: Literal["auto", "sdpa", "flex_attention", "eager"] = execution("auto", "auto: sdpa on CPU, flex on CUDA")
     log_every_s: float = execution(10.0, "seconds between progress lines", gt=0)
 

@@ -50,8 +50,17 @@ class ShardConnector(ExampleHiddenStatesConnector):
         self._max_shard_bytes = self._kv_transfer_config.get_from_extra_config("max_shard_bytes", 0)
         self._appenders: dict[str, ShardAppender] = {}
         self._appenders_lock = threading.Lock()
+        self._step_bytes = self._vllm_config.scheduler_config.max_num_batched_tokens * self._row_bytes
         self._bytes_in_flight = 0
         self._freed = threading.Condition()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Pins memory for two steps' states, which would hold up the first steps that need it."""
+        super().register_kv_caches(kv_caches)
+        if self._is_tp_rank_zero and self._kv_cache.device.type == "cuda":
+            num_bytes = min(2 * self._step_bytes, _MOST_IN_FLIGHT)
+            # Freed at once: PyTorch keeps what it has pinned.
+            _ = [_pinned(_GROUP_BYTES) for _ in range(-(-num_bytes // _GROUP_BYTES))]
 
     def get_finished_count(self) -> int:
         """How many ranks report a request as copied: the one that copies it."""
@@ -119,7 +128,7 @@ class ShardConnector(ExampleHiddenStatesConnector):
         with torch.cuda.stream(stream):
             there = slots.pin_memory().to(cache.device, non_blocking=True)
             found = extract_from_kv_cache(cache, there, len(slots)).to(torch.bfloat16)
-            states = torch.empty_like(found, device="cpu", pin_memory=True)
+            states = _pinned(found.nbytes).view(found.dtype).view(found.shape)
             states.copy_(found, non_blocking=True)
         copied.record(stream)
         return states, copied
@@ -154,6 +163,11 @@ class ShardConnector(ExampleHiddenStatesConnector):
             if str(folder) not in self._appenders:
                 self._appenders[str(folder)] = ShardAppender(folder, self._row_bytes, self._max_shard_bytes)
             return self._appenders[str(folder)]
+
+
+def _pinned(num_bytes: int) -> torch.Tensor:
+    """Bytes in the host's memory that a GPU can write to; of one size mostly, so that they are used again."""
+    return torch.empty(max(num_bytes, _GROUP_BYTES), dtype=torch.uint8, pin_memory=True)[:num_bytes]
 
 
 def _slots(block_ids: list[int], num_tokens: int, block_size: int) -> torch.Tensor:

@@ -71,10 +71,12 @@ class EngineManager:
                 return found
             spec = found
         state = EngineState(self.folder / spec.engine_id)
+        # Chunks that find it running do not wait for each other: at work its answers take time.
+        if client := _reused(spec, state, log):
+            return client
         # Serialises start races; waiting here is waiting for the other starter's load.
         with self._turn(spec, state, log):
-            if client := _living(state):
-                log(f"reusing the engine {spec.describe()} (pid {state.read().get('pid')})")
+            if client := _reused(spec, state, log):
                 return client
             self._require_untripped(spec)
             if client := self._adopt(state, log):
@@ -357,6 +359,12 @@ class EngineManager:
         make_room()
         with self.pool.acquire(count, holder, timeout_s, log, make_room) as lease:
             yield lease
+
+
+def _reused(spec: EngineSpec, state: EngineState, log: Log) -> EngineClient | None:
+    if client := _living(state):
+        log(f"reusing the engine {spec.describe()} (pid {state.read().get('pid')})")
+    return client
 
 
 def _living(state: EngineState) -> EngineClient | None:

@@ -157,7 +157,8 @@ def resolve_attention(job: Job) -> str:
     """The attention implementation by its name in the pipeline file."""
     if job.training.attention != "auto":
         return job.training.attention
-    return "flex_attention" if resolve_device(job).type == "cuda" else "sdpa"
+    # To compile takes longer than a simulation does.
+    return "flex_attention" if job.kind == "train" and resolve_device(job).type == "cuda" else "sdpa"
 
 
 def _speculator_config(

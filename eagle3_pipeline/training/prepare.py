@@ -36,6 +36,8 @@ from eagle3_pipeline.training.job import Job
 
 Emit = Callable[..., None]
 _VALIDATION_SEED = 0
+# Beside a GPU they only copy data. With one a core, whatever else runs on a core holds up all of them.
+_COPYING_THREADS = 4
 
 
 @dataclass
@@ -86,9 +88,9 @@ def prepare(job: Job, emit: Emit) -> Bench:
     Raises:
         TrainingError: an input is wrong or does not fit another.
     """
-    if job.training.num_threads:
-        torch.set_num_threads(job.training.num_threads)
     device = resolve_device(job)
+    if threads := job.training.num_threads or (_COPYING_THREADS if device.type == "cuda" else 0):
+        torch.set_num_threads(threads)
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True, warn_only=True)
         # A debugging aid that writes every new tensor once more.

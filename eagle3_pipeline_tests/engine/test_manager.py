@@ -82,6 +82,14 @@ def test_an_engine_that_runs_is_reused_and_says_so(manager: EngineManager, log: 
     assert _state(manager, engine_spec()).read()["jobs"] == 3
 
 
+def test_an_engine_that_runs_is_reused_without_a_turn(manager: EngineManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Chunks of one run that find it at work would wait one for the other's question to it.
+    with manager.acquire(engine_spec(), _quiet) as first:
+        monkeypatch.setattr(manager, "_turn", lambda *_: pytest.fail("waits for a start"))
+        with manager.acquire(engine_spec(), _quiet) as second:
+            assert _pid(second) == _pid(first)
+
+
 def test_every_field_of_a_spec_makes_another_engine() -> None:
     base = engine_spec()
     others = [

@@ -49,7 +49,14 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StageContext]:
             "vocab": {"draft_vocab_size": 160, "min_coverage": 0.3},
             "training": {"epochs": 2, "lr": 3e-3, "batch_tokens": 256, "min_validation_samples": 3},
             "evaluation": {"prompts": str(home / "prompts.jsonl"), "max_new_tokens": 24},
-            "resources": {"num_gpus": 1, "gpu_memory_utilization": 0.2, "max_num_seqs": 16, "enforce_eager": True},
+            "resources": {
+                "num_gpus": 1,
+                "gpu_memory_utilization": 0.2,
+                # Whatever else is on the GPU.
+                "gpu_kvcache_gib": 4.0,
+                "max_num_seqs": 16,
+                "enforce_eager": True,
+            },
         }
     )
     made = StageContext(spec, home=home)

@@ -27,6 +27,7 @@ from eagle3_pipeline.store.shards import (
     read_records,
     seal_shards,
     shard_name,
+    written_records,
 )
 
 GEOMETRY = Geometry((1, 3, 4), 8)  # 3 layers x 8 x 2 bytes = 48 bytes a row
@@ -237,6 +238,13 @@ def test_a_second_capture_of_a_sequence_replaces_a_damaged_first(tmp_path: Path)
     (tmp_path / shard_name(0)).write_bytes(bytes(HEADER_BYTES + 96))
     again = _append(ShardAppender(tmp_path, 48, MANY), "a", _rows(0, 2))
     assert intact_records(tmp_path, GEOMETRY) == {"a": again}
+
+
+def test_the_last_record_without_an_error_counts(tmp_path: Path) -> None:
+    records = [ShardRecord("a", 0, 0, 2), ShardRecord("b", error="full"), ShardRecord("a", 1, 5, 2)]
+    lines = [json.dumps(vars(record)) + "\n" for record in records]
+    (tmp_path / RECORDS_NAME).write_text("".join(lines))
+    assert written_records(tmp_path) == {"a": records[2]}
 
 
 def test_an_appender_knows_that_its_folder_was_published(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Job "simulate" measures what training's validation measures, on any data and depth."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from eagle3_pipeline.errors import TrainingError
+from eagle3_pipeline.training import draft_model
+from eagle3_pipeline.training import prepare as preparing
+from eagle3_pipeline.training.dataset import PackedCollate
+from eagle3_pipeline.training.draft_model import resolve_attention
 from eagle3_pipeline.training.job import Job
 from eagle3_pipeline.training.prepare import prepare
 from eagle3_pipeline.training.simulate import simulate
@@ -26,6 +31,28 @@ def validation_chunk(tmp_path: Path, verifier: Verifier, rows: list[Row]) -> dic
 
 def of(trained: TrainedRun, chunk: dict[str, str], **top: Any) -> Job:
     return Job.parse({**trained.spec, "job": "simulate", "chunks": [chunk], "num_steps": 3, **top})
+
+
+def test_padding_changes_nothing(
+    trained: TrainedRun, validation_chunk: dict[str, str], events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Beside a GPU batches are padded; not compiled, attention sees the padding.
+    job = of(trained, validation_chunk, checkpoint=trained.spec["output"])
+    expected = simulate(job, events)
+    monkeypatch.setattr(preparing, "PackedCollate", lambda *_args, **_kwargs: PackedCollate(384))
+    padded = simulate(job, events)
+    assert {**padded, "tokens_per_s": 0.0} == {**expected, "tokens_per_s": 0.0}
+
+
+def test_a_simulation_compiles_nothing(trained: TrainedRun, validation_chunk: dict[str, str], gpu: None) -> None:
+    job = of(trained, validation_chunk)
+    assert (resolve_attention(replace(job, kind="train")), resolve_attention(job)) == ("flex_attention", "sdpa")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU, as far as choices go."""
+    monkeypatch.setattr(draft_model, "resolve_device", lambda _job: torch.device("cuda"))
 
 
 def test_untrained_equals_initial_validation(

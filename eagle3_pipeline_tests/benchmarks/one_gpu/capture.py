@@ -1,8 +1,9 @@
 """Prefill of stored sequences and generation: a plain engine, this project, the usual client."""
 
+import mmap
+import os
 import re
 import shutil
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -74,6 +75,7 @@ class Capture:
             weights.start(self.home / "large", self.sizes.large, head_only=True),
         ]
         try:
+            step("touching memory", 10, self._touch_memory)
             step("writing the verifiers", 10, lambda: [process.wait() for process in writing])
             disk = step("disk", 2, lambda: disk_gib_per_s(self.home, 2**28 if not self.num_gpus else 2**31))
             self.report.row("disk", "write and flush", disk or 0.0, "GiB/s")
@@ -98,13 +100,26 @@ class Capture:
             for load in self.sizes.large_loads:
                 step(f"{LARGE}, {load.mean_tokens} tokens", 30, lambda load=load: self._measure(large, load))  # type: ignore[misc]
             step(f"{LARGE}, generation", 40, lambda: self._generate(large, self.sizes.large_generation))
-            if self.sizes.memory_folder.is_dir():
-                step("without a disk", 40, lambda: self._in_memory(large))
         finally:
             client.stop()
             for model in models:
                 for context in (model.plain, model.ours):
                     context.engines.stop_all(self.report.log)
+
+    def _touch_memory(self) -> None:
+        """A virtual machine may be given its memory as it is used, slower than its disk is written.
+
+        That is no matter of capture, and the files of a load's states take as much of it.
+        """
+
+        def touch(_: int) -> np.ndarray:
+            block = np.zeros(2**30, dtype=np.uint8)
+            block[:: mmap.PAGESIZE] = 1
+            return block
+
+        with ThreadPoolExecutor(4) as pool:
+            touched = list(pool.map(touch, range(self.sizes.touched_gib)))
+        self.report.log(f"{len(touched)} GiB were touched")
 
     def _longest(self, small: bool) -> int:
         sizes = self.sizes
@@ -174,10 +189,10 @@ class Capture:
         with ThreadPoolExecutor(at_once) as pool:
             list(pool.map(start, [(model, captures) for model in models for captures in (False, True)]))
 
-    def _measure(self, model: "_Model", load: Load, part: str = "") -> None:
+    def _measure(self, model: "_Model", load: Load) -> None:
         sequences = self._draw(model, load)
         num_tokens = sum(len(ids) - 1 for ids in sequences.values())
-        part = part or f"{model.name}, {load.mean_tokens} tokens"
+        part = f"{model.name}, {load.mean_tokens} tokens"
         for captures in (False, True):
             self._prefill(model, captures, f"{part} warm-up", dict(list(sequences.items())[:8]))
         speed = self._prefill(model, False, part, {name: ids[:-1] for name, ids in sequences.items()})
@@ -190,18 +205,6 @@ class Capture:
         self.report.row(part, "this project / plain prefill", num_tokens / wall_s / plain)
         for shard in (model.ours.store.root / "objects").rglob("shard-*"):
             shard.unlink()
-
-    def _in_memory(self, model: "_Model") -> None:
-        """The largest load once more, with the store in the host's memory: what the disk takes of it."""
-        store = Path(tempfile.mkdtemp(dir=self.sizes.memory_folder))
-        objects = model.ours.store.root / "objects"
-        try:
-            objects.rename(objects.with_name("objects-on-disk"))
-            objects.symlink_to(store)
-            load = self.sizes.large_loads[-1]
-            self._measure(model, load, f"{model.name}, {load.mean_tokens} tokens, store in memory")
-        finally:
-            shutil.rmtree(store, ignore_errors=True)
 
     def _usual(self, client: UsualClient, model: "_Model", load: Load) -> None:
         if not load.num_client:
@@ -260,6 +263,8 @@ class Capture:
         self._publish(model, "parity", sequences, 1)
         found = captured_states(context.upstream(ids.HIDDEN_STATES, digest("parity-0")))
         reference = AutoModelForCausalLM.from_pretrained(self.home / "small", dtype=torch.float32)
+        # With a thread a core, one that shares its core holds up all others.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 4))
         layers = self._layers(model)
         errors = {layer: 0.0 for layer in layers}
         neighbours = []

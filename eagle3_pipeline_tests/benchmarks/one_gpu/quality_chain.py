@@ -78,7 +78,13 @@ ON_GPU = QualitySizes(
         "vocab": {"draft_vocab_size": 16_384, "min_coverage": 0.5},
         "training": {"lr": 1e-3, "batch_tokens": 8192},
         "evaluation": {"max_new_tokens": 128, "batch_size": 1},
-        "resources": {"gpu_memory_utilization": 0.85, "max_num_seqs": 1024, "max_num_batched_tokens": 16_384},
+        # A cache of this size, whatever else is on the GPU: all sequences that are decoded at once fit.
+        "resources": {
+            "gpu_memory_utilization": 0.35,
+            "gpu_kvcache_gib": 24.0,
+            "max_num_seqs": 1024,
+            "max_num_batched_tokens": 16_384,
+        },
     },
     most_epochs=30,
 )

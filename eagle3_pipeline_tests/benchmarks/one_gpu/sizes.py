@@ -1,7 +1,6 @@
 """What is measured on a GPU, and the same in small to try the script on a machine without."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from eagle3_pipeline_tests.benchmarks.multi_gpu.sizes import TINY, DraftSize, Shape
 
@@ -75,7 +74,7 @@ class Sizes:
         batch_tokens, batch_sequences: of one engine step.
         concurrency: of the usual client.
         chunks, chunks_at_once: into how many a load is cut, and how many are captured at the same time.
-        memory_folder: a file system in the host's memory, if there is one.
+        touched_gib: of the host's memory, used once before anything is measured.
         start_s: seconds that all engines are expected to take to start.
         trainings: drafts to train.
         train_start_s: seconds until a training takes its first step; what takes three times as long is ended.
@@ -95,7 +94,7 @@ class Sizes:
     concurrency: int
     chunks: int
     chunks_at_once: int
-    memory_folder: Path
+    touched_gib: int
     start_s: float
     trainings: tuple[Training, ...]
     train_start_s: float
@@ -108,10 +107,11 @@ ON_GPU = Sizes(
     small=_SMOLLM2,
     large=_8B,
     small_loads=(Load(204, 12_000, 3_000), Load(2000, 1_000, 300)),
-    large_loads=(Load(204, 2_000, 0), Load(2000, 300, 0)),
+    large_loads=(Load(204, 3_000, 0), Load(2000, 1_000, 0)),
     num_compared=20,
+    # All of a model's sequences fit the cache of each of its engines.
     small_generation=Generation(1024, 64, 256),
-    large_generation=Generation(512, 64, 128),
+    large_generation=Generation(256, 64, 128),
     utilization=0.14,
     kvcache_gib=12.0,
     batch_tokens=32_768,
@@ -119,7 +119,7 @@ ON_GPU = Sizes(
     concurrency=128,
     chunks=12,
     chunks_at_once=6,
-    memory_folder=Path("/dev/shm"),
+    touched_gib=32,
     start_s=150.0,
     trainings=(
         # 6 GiB of states on each side.
@@ -144,7 +144,7 @@ ON_CPU = Sizes(
     concurrency=4,
     chunks=2,
     chunks_at_once=2,
-    memory_folder=Path("/dev/shm"),
+    touched_gib=1,
     start_s=60.0,
     trainings=(Training("tiny shape", DraftSize(TINY, 128, 256, 1, 12), 30, 60, 2, 3),),
     train_start_s=40.0,
