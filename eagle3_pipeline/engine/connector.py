@@ -59,7 +59,7 @@ class ShardConnector(ExampleHiddenStatesConnector):
         super().register_kv_caches(kv_caches)
         if self._is_tp_rank_zero and self._kv_cache.device.type == "cuda":
             num_bytes = min(2 * self._step_bytes, _MOST_IN_FLIGHT)
-            # Freed at once: PyTorch keeps what it has pinned.
+            # Freed at once: PyTorch keeps what it has pinned, for requests of up to as many bytes and over half of it.
             _ = [_pinned(_GROUP_BYTES) for _ in range(-(-num_bytes // _GROUP_BYTES))]
 
     def get_finished_count(self) -> int:
@@ -166,8 +166,8 @@ class ShardConnector(ExampleHiddenStatesConnector):
 
 
 def _pinned(num_bytes: int) -> torch.Tensor:
-    """Bytes in the host's memory that a GPU can write to; of one size mostly, so that they are used again."""
-    return torch.empty(max(num_bytes, _GROUP_BYTES), dtype=torch.uint8, pin_memory=True)[:num_bytes]
+    """Bytes in the host's memory that a GPU writes to while it works."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def _slots(block_ids: list[int], num_tokens: int, block_size: int) -> torch.Tensor:
