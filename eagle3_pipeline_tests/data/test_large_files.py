@@ -13,7 +13,7 @@ FILE_BYTES = 5 * 10**9
 MOST_BYTES = 10**9
 ROW_CHARS = 1500
 CHILD = """
-import json, resource, sys
+import json, sys
 from pathlib import Path
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.stages.context import StageContext
@@ -28,7 +28,9 @@ context.registry.sync(spec)
 chunks = context.registry.chunks()
 made = [materialise_dataset(context, chunk.key).manifest.metrics for chunk in (chunks[0], chunks[-1])]
 context.registry.sync(spec)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+# Not `ru_maxrss`, which a process inherits from the one that started it.
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+peak = int(status["VmHWM"].split()[0]) * 1024
 rows = sum(chunk.num_rows for chunk in chunks)
 duplicates = sum(len(chunk.duplicate_rows) for chunk in chunks)
 print(json.dumps({"rows": rows, "duplicates": duplicates, "made": made, "peak": peak}))
