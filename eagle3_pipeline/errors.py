@@ -41,6 +41,10 @@ class EngineDiedError(EngineError):
     """The engine's process ended while it worked."""
 
 
+class EngineSilentError(EngineError):
+    """The engine's process lives and does not answer."""
+
+
 class EngineStoppedError(EngineError):
     """Somebody stopped the engine while it worked or loaded."""
 

@@ -11,11 +11,13 @@ from typing import Any
 from eagle3_pipeline import errors
 from eagle3_pipeline.engine.jobs import GenerateJob
 from eagle3_pipeline.engine.state import EngineState
-from eagle3_pipeline.errors import Eagle3Error, EngineDiedError, EngineError, EngineStoppedError
+from eagle3_pipeline.errors import Eagle3Error, EngineDiedError, EngineError, EngineSilentError, EngineStoppedError
 from eagle3_pipeline.workers import log_end
 
 # vLLM takes a moment to end its processes.
 _LAST_WORDS_S = 30.0
+# Longer than a host takes for any answer but that of a job, even beside work that fills its machine.
+_ANSWER_S = 60.0
 EventHandler = Callable[[dict[str, Any]], None]
 
 
@@ -70,10 +72,21 @@ class EngineClient:
             EngineError: the engine died (with its log's tail) or refused.
             CaptureError, DiskSpaceError: as the host raised them.
         """
-        return self.request("generate", on_event, **asdict(job))
+        return self.request("generate", on_event, timeout_s=None, **asdict(job))
 
-    def request(self, operation: str, on_event: EventHandler = ignore_event, **fields: Any) -> dict[str, Any]:
-        """Sends one request and waits for its result."""
+    def request(
+        self,
+        operation: str,
+        on_event: EventHandler = ignore_event,
+        timeout_s: float | None = _ANSWER_S,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """Sends one request and waits for its result, as long as `timeout_s` for each line of the answer.
+
+        Raises:
+            EngineError: the engine died, refused or does not answer.
+        """
+        self._socket.settimeout(timeout_s)
         try:
             self._socket.sendall(json.dumps({"op": operation, **fields}).encode() + b"\n")
             for line in self._file:
@@ -85,6 +98,11 @@ class EngineClient:
                 if event["event"] == "error":
                     raise _error_class(event["kind"])(event["message"])
                 on_event(event)
+        except TimeoutError as error:
+            raise EngineSilentError(
+                f"the engine {self._state.describe()} (pid {self._state.read().get('pid')}) does not answer within "
+                f"{timeout_s:.0f} s; if it does not recover, eagle3 engine stop ends it"
+            ) from error
         except OSError as error:
             raise self._died(str(error)) from error
         raise self._died("it closed the connection")
@@ -111,3 +129,22 @@ class EngineClient:
 def _error_class(kind: str) -> type[Eagle3Error]:
     found = getattr(errors, kind, EngineError)
     return found if isinstance(found, type) and issubclass(found, Eagle3Error) else EngineError
+
+
+def living_client(state: EngineState) -> EngineClient | None:
+    """A connection to a host that answers and whose engine lives; one that is just dying accepts connections too.
+
+    Raises:
+        EngineSilentError: its process lives and does not answer.
+    """
+    with contextlib.ExitStack() as unless_returned, contextlib.suppress(EngineDiedError, EngineStoppedError):
+        try:
+            client = unless_returned.enter_context(EngineClient(state))
+        except EngineError:  # nobody listens
+            return None
+        info = client.request("info")
+        if not info["failed"]:
+            client.may_sample, client.num_others = bool(info["smoke"].get("may_sample")), info["clients"] - 1
+            unless_returned.pop_all()
+            return client
+    return None

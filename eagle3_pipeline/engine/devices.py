@@ -22,13 +22,18 @@ def visible_gpus() -> tuple[int, ...]:
 
     Without that variable all of them; empty without driver or `nvidia-ml-py`. Read once: a lease changes the variable.
     """
-    uuids: list[str] = []
+    return choose_visible(os.environ.get("CUDA_VISIBLE_DEVICES"), all_gpus())
+
+
+@functools.lru_cache(maxsize=1)
+def all_gpus() -> list[str]:
+    """Ids of this machine's NVIDIA GPUs in the driver's order, whether this process may use them or not."""
     # No driver, no library, no permission: there is no usable GPU.
     with contextlib.suppress(Exception), _driver() as handles:
         import pynvml
 
-        uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-    return choose_visible(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids)
+        return [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+    return []
 
 
 def choose_visible(setting: str | None, uuids: list[str]) -> tuple[int, ...]:

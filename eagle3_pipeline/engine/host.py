@@ -34,8 +34,9 @@ from eagle3_pipeline.errors import Eagle3Error, EngineDiedError, EngineError
 logger = logging.getLogger("eagle3.engine.host")
 _LINE_LIMIT = 1 << 20
 _WATCH_S = 1.0
-# vLLM names the core processes that ended during a start with their exit codes; negative ones are signals.
-_CORE_KILLED = re.compile(r"\bcore\b.*-(?:9|15)\b", re.IGNORECASE | re.DOTALL)
+# vLLM names the core processes that ended during a start with their exit codes; negative ones are signals. It may look
+# before there is a code, and name none: that start gets the benefit of the doubt.
+_CORE_KILLED = re.compile(r"\bcore\b.*(?:-(?:9|15)\b|core proc\(s\): \{\})", re.IGNORECASE | re.DOTALL)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 

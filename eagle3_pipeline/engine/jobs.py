@@ -16,7 +16,8 @@ from eagle3_pipeline.engine.backend import Backend, CaptureTarget
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import CaptureError, DiskSpaceError, Eagle3Error, EngineError
 from eagle3_pipeline.store.atomic import storage_error
-from eagle3_pipeline.store.shards import Geometry, ShardRecord, intact_records, read_records
+from eagle3_pipeline.store.records import intact_records, read_records
+from eagle3_pipeline.store.shards import Geometry, ShardRecord
 
 PROGRESS_EVERY_S = 2.0
 _RECORD_POLL_S = 0.005
@@ -97,15 +98,15 @@ async def run_job(job: GenerateJob, backend: Backend, spec: EngineSpec, job_id: 
         raise EngineError("this engine does not capture hidden states; its spec names no layers")
     prompts = pq.read_table(job.prompts, columns=["sequence_id", "input_ids"]).to_pylist()
     _refuse_long(prompts, job, spec)
-    runner = _Runner(job, backend, spec, job_id)
-    pending = [p for p in prompts if not runner.is_done(p)]
-    state = _State(total=len(prompts), reused=len(prompts) - len(pending))
-    ticker = asyncio.create_task(_tick(state, send))
-    try:
-        await runner.run(pending, state)
-    finally:
-        ticker.cancel()
-        runner.close()
+    with contextlib.closing(_Runner(job, backend, spec, job_id)) as runner:
+        await runner.find_captured()
+        pending = [p for p in prompts if not runner.is_done(p)]
+        state = _State(total=len(prompts), reused=len(prompts) - len(pending))
+        ticker = asyncio.create_task(_tick(state, send))
+        try:
+            await runner.run(pending, state)
+        finally:
+            ticker.cancel()
     return state.counts()
 
 
@@ -144,13 +145,16 @@ class _Runner:
         # One future for each sequence that is waited for: a condition would wake all of them for every record.
         self._arrivals: dict[str, asyncio.Future[None]] = {}
         self._offset = 0
-        if self._folder:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            geometry = Geometry(spec.layer_ids, spec.hidden_size)
-            self._records = intact_records(self._folder, geometry)
-            self._offset = read_records(self._folder)[1]
+        self._geometry = Geometry(spec.layer_ids, spec.hidden_size)
         self._journal = _open_journal(Path(job.journal))
         self._limit = asyncio.Semaphore(job.batch_size or 2 * spec.max_num_seqs)
+
+    async def find_captured(self) -> None:
+        """Reads what earlier passes left; minutes of it, for a large chunk, in which the host has other clients."""
+        if self._folder:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._records = await asyncio.to_thread(intact_records, self._folder, self._geometry)
+            self._offset = read_records(self._folder)[1]
 
     def is_done(self, prompt: dict[str, Any]) -> bool:
         """Whether an earlier life of this job finished the prompt, its captured rows included."""

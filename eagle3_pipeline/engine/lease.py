@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import psutil
 
-from eagle3_pipeline.engine.devices import gpu_memory, visible_gpus
+from eagle3_pipeline.engine.devices import all_gpus, gpu_memory, visible_gpus
 from eagle3_pipeline.errors import LeaseError
 from eagle3_pipeline.workers import LEASE_RECORDS, process_started, session_record
 
@@ -52,8 +52,8 @@ class GpuPool:
     def __init__(self, folder: Path, num_gpus: int) -> None:
         self._folder = folder
         # Made-up devices, for tests, where there is no GPU.
-        indices = visible_gpus()[:num_gpus] or range(num_gpus)
-        self._slots = [f"gpu-{i}" for i in indices] or ["cpu-0"]
+        indices = visible_gpus()[:num_gpus] if all_gpus() else range(num_gpus)
+        self._slots = [f"gpu-{i}" for i in indices] if num_gpus else ["cpu-0"]
         self._num_gpus = num_gpus
 
     @contextlib.contextmanager
@@ -79,7 +79,10 @@ class GpuPool:
         """
         wanted = count if self._num_gpus else 1
         if wanted > len(self._slots):
-            raise LeaseError(f"{wanted} GPUs wanted for {holder}, this machine's pool has {len(self._slots)}")
+            raise LeaseError(
+                f"{wanted} GPUs wanted for {holder}, this machine's pool has {len(self._slots)} (the driver knows "
+                f"{len(all_gpus())}; resources.num_gpus and CUDA_VISIBLE_DEVICES choose)"
+            )
         files = self._wait(wanted, holder, timeout_s, on_wait, while_waiting)
         try:
             # If this fails, the records stay: the next holder looks for left-overs again.
@@ -105,7 +108,7 @@ class GpuPool:
         found: dict[str, dict[str, Any] | None] = {}
         for slot in self._slots:
             found[slot] = None
-            with contextlib.suppress(FileNotFoundError), (self._folder / f"{slot}.lock").open("r+") as file:
+            with contextlib.suppress(FileNotFoundError), self._open(slot, "r+") as file:
                 if not _try_lock(file):
                     found[slot] = next(iter(_read_records(file)), {"holder": "unknown"})
         return found
@@ -147,7 +150,7 @@ class GpuPool:
         self._folder.mkdir(parents=True, exist_ok=True)
         files: list[IO[str]] = []
         for slot in self._slots:
-            file: IO[str] = (self._folder / f"{slot}.lock").open("a+")
+            file = self._open(slot, "a+")
             if _try_lock(file):
                 files.append(file)
                 if len(files) == wanted:
@@ -157,6 +160,10 @@ class GpuPool:
         for file in files:
             file.close()
         return None
+
+    def _open(self, slot: str, mode: str) -> IO[str]:
+        # Whatever bytes a crash left there.
+        return (self._folder / f"{slot}.lock").open(mode, errors="replace")
 
     def _who(self) -> str:
         held = [f"{slot} is held by {r['holder']} (pid {r.get('pid')})" for slot, r in self.holders().items() if r]
@@ -175,7 +182,7 @@ def _read_records(file: IO[str]) -> list[dict[str, Any]]:
     file.seek(0)
     records = []
     for line in file:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
             if isinstance(record, dict):
                 records.append(record)

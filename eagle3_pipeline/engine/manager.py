@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from eagle3_pipeline.engine.breaker import CORE_KILLED_EXIT_CODE, read_failures, record_failure, reset_failures
-from eagle3_pipeline.engine.client import EngineClient
+from eagle3_pipeline.engine.client import EngineClient, living_client
 from eagle3_pipeline.engine.lease import GpuPool, Lease, end_session
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.engine.state import EngineState, read_starts
@@ -24,6 +24,8 @@ from eagle3_pipeline.workers import log_end, log_tail
 
 Log = Callable[[str], None]
 _POLL_S = 0.2
+# For questions whose answer nobody depends on.
+_POLITE_S = 5.0
 _REPORT_EVERY_S = 10.0
 _LONGEST_LOG_LINE = 160
 # An engine makes room only after some time without work. Between two chunks of one pipeline there are moments without a
@@ -72,11 +74,11 @@ class EngineManager:
             spec = found
         state = EngineState(self.folder / spec.engine_id)
         # Chunks that find it running do not wait for each other: at work its answers take time.
-        if client := _reused(spec, state, log):
+        if client := self._reused(spec, state, log):
             return client
         # Serialises start races; waiting here is waiting for the other starter's load.
         with self._turn(spec, state, log):
-            if client := _reused(spec, state, log):
+            if client := self._reused(spec, state, log):
                 return client
             self._require_untripped(spec)
             if client := self._adopt(state, log):
@@ -88,6 +90,13 @@ class EngineManager:
             client.started, client.waited_s = True, time.monotonic() - asked
             client.may_sample = _may_sample(client)
             return client
+
+    def _reused(self, spec: EngineSpec, state: EngineState, log: Log) -> EngineClient | None:
+        if client := living_client(state):
+            # Whoever was sent to a start that is over now does not wait for it.
+            self._mark(spec).unlink(missing_ok=True)
+            log(f"reusing the engine {spec.describe()} (pid {state.read().get('pid')})")
+        return client
 
     def rehearse(self, spec: EngineSpec, log: Log) -> None:
         """Starts an engine of this spec with random weights and stops it: what does not fit fails without their load.
@@ -114,7 +123,7 @@ class EngineManager:
         starting: list[EngineSpec] = []
         absent: list[EngineSpec] = []
         for one in self._instances(spec):
-            if client := _living(EngineState(self.folder / one.engine_id)):
+            if client := living_client(EngineState(self.folder / one.engine_id)):
                 running.append(client)
             else:
                 (starting if self._is_starting(one) else absent).append(one)
@@ -149,7 +158,7 @@ class EngineManager:
     @contextlib.contextmanager
     def _turn(self, spec: EngineSpec, state: EngineState, log: Log) -> Iterator[None]:
         """Holds the right to start an engine of this spec; while another process does, its progress is told."""
-        mark = self._waiting(spec) / str(os.getpid())
+        mark = self._mark(spec)
 
         def waiting(_busy: str) -> None:
             self._mark_waiting(spec)
@@ -169,12 +178,15 @@ class EngineManager:
     def _waiting(self, spec: EngineSpec) -> Path:
         return self.folder / f"{spec.engine_id}.waiting"
 
+    def _mark(self, spec: EngineSpec) -> Path:
+        return self._waiting(spec) / str(os.getpid())
+
     def _start_lock(self, spec: EngineSpec) -> Path:
         return self.folder / f"{spec.engine_id}.lock"
 
     def _mark_waiting(self, spec: EngineSpec) -> None:
         """Read by the starter: while somebody waits, its load goes on without it."""
-        mark = self._waiting(spec) / str(os.getpid())
+        mark = self._mark(spec)
         mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         mark.touch()
 
@@ -218,7 +230,7 @@ class EngineManager:
         if state.is_alive():
             log(f"waiting for an engine that somebody else started (pid {state.read().get('pid')})")
         while state.is_alive():
-            if client := _living(state):
+            if client := living_client(state):
                 return client
             if state.read().get("phase") == "waiting":
                 self.retire_idle(log, state.spec())
@@ -311,7 +323,7 @@ class EngineManager:
             if spec.model_id == after_chunks_of:
                 patience = min(patience, _SAME_MODEL_PATIENCE_S)
             with contextlib.suppress(EngineError), EngineClient(state) as client:
-                if client.request("retire", idle_s=patience)["retired"]:
+                if client.request("retire", timeout_s=_POLITE_S, idle_s=patience)["retired"]:
                     log(f"retiring the idle engine {spec.describe()}")
                     _wait_gone(state)
 
@@ -325,12 +337,14 @@ class EngineManager:
             else:
                 try:
                     with EngineClient(state) as client:
-                        client.request("shutdown")
+                        client.request("shutdown", timeout_s=_POLITE_S)
                 except EngineError:
-                    # It is loading, and answers no socket yet.
+                    # It is loading, and answers no socket yet; or it does not answer at all.
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(state.read()["pid"], signal.SIGTERM)
                 _wait_gone(state)
+                if state.is_alive():
+                    end_session(state.session())
                 log(f"stopped the engine {state.describe()}")
 
     def engines(self) -> list[EngineState]:
@@ -359,24 +373,6 @@ class EngineManager:
         make_room()
         with self.pool.acquire(count, holder, timeout_s, log, make_room) as lease:
             yield lease
-
-
-def _reused(spec: EngineSpec, state: EngineState, log: Log) -> EngineClient | None:
-    if client := _living(state):
-        log(f"reusing the engine {spec.describe()} (pid {state.read().get('pid')})")
-    return client
-
-
-def _living(state: EngineState) -> EngineClient | None:
-    """A connection to a host that answers and whose engine lives; one that is just dying accepts connections too."""
-    with contextlib.suppress(EngineError):
-        client = EngineClient(state)
-        info = client.request("info")
-        if not info["failed"]:
-            client.may_sample, client.num_others = bool(info["smoke"].get("may_sample")), info["clients"] - 1
-            return client
-        client.close()
-    return None
 
 
 def _may_sample(client: EngineClient) -> bool:

@@ -19,7 +19,7 @@ from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
 from eagle3_pipeline.stages.templates import chat_template, prompt_rows
 from eagle3_pipeline.store.fingerprint import rows_content_id
 from eagle3_pipeline.store.objects import ArtifactWriter
-from eagle3_pipeline.store.shards import written_records
+from eagle3_pipeline.store.records import written_records
 
 SEQUENCES = "sequences.parquet"
 SPEEDS = "speeds.parquet"
@@ -75,7 +75,7 @@ def _produce(context: StageContext, identity: Identity, writer: ArtifactWriter) 
     pq.write_table(pa.Table.from_pylist(sequences, SEQUENCE_SCHEMA), writer.folder / SEQUENCES)
     pq.write_table(pa.Table.from_pylist(speeds, SPEED_SCHEMA), writer.folder / SPEEDS)
     tokens = captured_tokens(sequences)
-    records = written_records(writer.folder)
+    records = written_records(writer.folder, context.verifier.geometry(context.spec.capture))
     seal_capture(context, f"{context.spec.name}: baseline", writer.folder, tokens, records, identity.fingerprint)
     total = sum(row["num_new_tokens"] for row in speeds)
     elapsed = sum(row["elapsed_s"] for row in speeds)

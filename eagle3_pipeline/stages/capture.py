@@ -13,11 +13,11 @@ from eagle3_pipeline.stages.context import Identity, StageContext
 from eagle3_pipeline.stages.fidelity import check_states
 from eagle3_pipeline.stages.next_token import check_greedy, check_sampled, spread_rows
 from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
+from eagle3_pipeline.store.records import intact_records
 from eagle3_pipeline.store.shards import (
     LAYER_CONVENTION,
     ShardRecord,
     bf16_to_float32,
-    intact_records,
     map_states,
     read_index,
     seal_shards,

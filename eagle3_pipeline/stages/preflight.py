@@ -13,6 +13,7 @@ from eagle3_pipeline.engine.preflight import (
     check_gpu_fit,
     check_gpus,
     check_pool,
+    check_processes,
     check_writable,
 )
 from eagle3_pipeline.engine.spec import EngineSpec
@@ -37,6 +38,8 @@ def preflight(context: StageContext, offline: bool = False, dummy_load: bool = F
     if verifier:
         checks += pipeline_checks(context)
         checks += _attempt("evaluation prompts", "fit", lambda: _count_prompts(context))[1]
+        training = spec.training
+        checks += check_processes(training.num_processes, training.accumulate, context.engines.num_gpus)
         layers = _attempt("", "", lambda: verifier.geometry(spec.capture))[0]
         engine = context.capturing_engine_spec() if layers else context.engine_spec()
         checks += engine_checks(context, engine, verifier)

@@ -45,7 +45,7 @@ from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
 from eagle3_pipeline.stages.templates import chat_template
 from eagle3_pipeline.store.fingerprint import digest, rows_content_id, token_lists_id
 from eagle3_pipeline.store.objects import Artifact, ArtifactWriter
-from eagle3_pipeline.store.shards import written_records
+from eagle3_pipeline.store.records import written_records
 
 SEQUENCES = "sequences.parquet"
 TOKEN_COUNTS = "token_counts.parquet"
@@ -246,8 +246,7 @@ def _capture(
             shutil.move(path, writer.folder / path.name)
     else:
         speed = prefill(context, f"capturing chunk {chunk}", tokens, identity, writer.folder)
-        # What earlier passes left, the engine has read at the start of this one.
-        records = written_records(writer.folder)
+        records = written_records(writer.folder, context.verifier.geometry(context.spec.capture))
     statistics = seal_capture(context, where, writer.folder, tokens, records, identity.fingerprint)
     statistics |= check_answers(context, where, writer.folder, rows)
     statistics |= check_alone(context, where, writer.folder, tokens, identity)

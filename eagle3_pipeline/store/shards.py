@@ -20,10 +20,8 @@ import pyarrow.parquet as pq
 import xxhash
 
 from eagle3_pipeline.errors import CaptureError
-from eagle3_pipeline.store.threads import in_threads
 
 HEADER_BYTES = 4096
-_BLOCK_BYTES = 2**22
 _FLUSH_BYTES = 2**28
 RECORDS_NAME = "records.jsonl"
 INDEX_NAME = "index.parquet"
@@ -241,55 +239,6 @@ def _ends_torn(path: Path) -> bool:
             return file.read(1) not in (b"", b"\n")
     except FileNotFoundError:
         return False
-
-
-def read_records(folder: Path, offset: int = 0) -> tuple[list[ShardRecord], int]:
-    """Complete records from a byte offset on, and the offset after them.
-
-    A torn last line is left for later; one that a later process wrote behind is passed over.
-    """
-    try:
-        with (folder / RECORDS_NAME).open("rb") as file:
-            file.seek(offset)
-            data = file.read()
-    except FileNotFoundError:
-        return [], offset
-    complete = data[: data.rfind(b"\n") + 1]
-    found = [_parse_record(line) for line in complete.splitlines()]
-    return [record for record in found if record], offset + len(complete)
-
-
-def _parse_record(line: bytes) -> ShardRecord | None:
-    try:
-        return ShardRecord(**json.loads(line))
-    except (ValueError, TypeError):
-        return None
-
-
-def written_records(folder: Path) -> dict[str, ShardRecord]:
-    """The last record of each written sequence, by its id; nothing is read of the rows."""
-    return {record.sequence_id: record for record in read_records(folder)[0] if not record.error}
-
-
-def intact_records(folder: Path, geometry: Geometry) -> dict[str, ShardRecord]:
-    """Records of an earlier process whose bytes are still there and match their checksums, by sequence id."""
-    records = [record for record in read_records(folder)[0] if not record.error]
-    intact = in_threads(lambda record: _is_intact(folder, record, geometry.row_bytes), records)
-    return {record.sequence_id: record for record, whole in zip(records, intact, strict=True) if whole}
-
-
-def _is_intact(folder: Path, record: ShardRecord, row_bytes: int) -> bool:
-    """Whether the recorded rows are there; read in blocks, since a sequence of a large verifier may have gigabytes."""
-    hasher, left = xxhash.xxh3_64(), record.num_tokens * row_bytes
-    try:
-        with (folder / shard_name(record.shard)).open("rb") as file:
-            file.seek(HEADER_BYTES + record.row_start * row_bytes)
-            while block := file.read(min(left, _BLOCK_BYTES)):
-                hasher.update(block)
-                left -= len(block)
-    except FileNotFoundError:
-        return False
-    return not left and hasher.hexdigest() == record.checksum
 
 
 def seal_shards(

@@ -301,6 +301,8 @@ class Trainer:
     def _restore(self) -> bool:
         state = self.resume.load()
         if state is None:
+            if self.resume.is_there():
+                self.emit("log", message="the state of an earlier run cannot be used or read: training starts anew")
             return False
         self.progress = Progress(**state["progress"])
         self.log = MetricsLog(state["metrics"].numpy().tobytes())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle3_pipeline.engine import host
 from eagle3_pipeline.engine.breaker import read_failures, record_failure, reset_failures
 from eagle3_pipeline.engine.manager import EngineManager
 from eagle3_pipeline.engine.smoke import judge_sampling
@@ -97,3 +98,17 @@ def test_the_smoke_test_decides_about_sampling(manager: EngineManager, monkeypat
 )
 def test_hits_are_compared_with_the_mass_of_the_likely_tokens(hits: int, masses: list[float], plausible: bool) -> None:
     assert judge_sampling(hits, masses).may_sample is plausible
+
+
+@pytest.mark.parametrize(
+    ("told", "killed"),
+    [
+        ("Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': -9}", True),
+        ("Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore_DP0': -15}", True),
+        ("Engine core initialization failed. See root cause above. Failed core proc(s): {}", True),
+        ("Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}", False),
+        ("No available memory for the cache blocks", False),
+    ],
+)
+def test_a_core_that_was_killed_is_told_from_one_that_gave_up(told: str, killed: bool) -> None:
+    assert bool(host._CORE_KILLED.search(told)) is killed

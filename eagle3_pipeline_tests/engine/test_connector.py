@@ -19,7 +19,8 @@ from eagle3_pipeline.engine import connector
 from eagle3_pipeline.engine.connector import ShardConnector
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.engine.vllm_backend import engine_arguments, set_environment
-from eagle3_pipeline.store.shards import HEADER_BYTES, Geometry, intact_records, read_records
+from eagle3_pipeline.store.records import intact_records, read_records
+from eagle3_pipeline.store.shards import HEADER_BYTES, Geometry
 
 GEOMETRY = Geometry((1, 2, 3), 8)
 BLOCK = 4

@@ -36,6 +36,23 @@ def test_without_gpus_none_is_visible() -> None:
     assert choose_visible(None, []) == choose_visible("0", []) == ()
 
 
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "all_gpus", lambda: UUIDS)
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize("setting", ["", "junk", "9", "MIG-cc33"])
+def test_gpus_that_are_hidden_from_a_process_are_never_leased(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    monkeypatch.setattr(lease, "visible_gpus", lambda: choose_visible(setting, UUIDS))
+    pool = GpuPool(tmp_path, 2)
+    with pytest.raises(LeaseError, match="pool has 0 .the driver knows 4"), pool.acquire(1, "one", 0.1, print):
+        pass
+
+
+@pytest.mark.usefixtures("four_gpus")
 def test_a_pool_leases_the_gpus_that_it_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a shared host a scheduler hands out GPUs by the variable; the first ones may be another user's."""
     monkeypatch.setattr(lease, "visible_gpus", lambda: (5, 2))
@@ -53,6 +70,7 @@ def test_a_pool_leases_the_gpus_that_it_may_use(tmp_path: Path, monkeypatch: pyt
             pass
 
 
+@pytest.mark.usefixtures("four_gpus")
 def test_a_pool_has_no_more_gpus_than_it_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "visible_gpus", lambda: (3,))
     with pytest.raises(LeaseError, match="pool has 1"), GpuPool(tmp_path, 8).acquire(2, "two", 1.0, print):

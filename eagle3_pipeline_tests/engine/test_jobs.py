@@ -1,19 +1,24 @@
 """Jobs of one engine: answers, captured states, journals, failures of the writer."""
 
+import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 
+from eagle3_pipeline.engine import jobs
 from eagle3_pipeline.engine.client import EngineClient
 from eagle3_pipeline.engine.jobs import read_journal
 from eagle3_pipeline.engine.manager import EngineManager
 from eagle3_pipeline.errors import CaptureError, DiskSpaceError, EngineError
-from eagle3_pipeline.store.shards import Geometry, intact_records, map_states, read_records, seal_shards, shard_name
+from eagle3_pipeline.store.records import intact_records, read_records
+from eagle3_pipeline.store.shards import Geometry, map_states, seal_shards, shard_name
 from eagle3_pipeline_tests.engine.conftest import (
     HIDDEN,
     LAYER_IDS,
@@ -23,7 +28,7 @@ from eagle3_pipeline_tests.engine.conftest import (
     engine_spec,
     journal_rows,
 )
-from eagle3_pipeline_tests.fake_engine import answer_tokens, state_bits
+from eagle3_pipeline_tests.fake_engine import FakeBackend, answer_tokens, state_bits
 
 GEOMETRY = Geometry(LAYER_IDS, HIDDEN)
 
@@ -107,6 +112,26 @@ def test_an_answer_whose_states_were_damaged_is_generated_again(client: EngineCl
     result = client.generate(job)
     assert (result["reused"], result["done"]) == (5, 1)
     assert set(intact_records(folder, GEOMETRY)) == set(PROMPTS)
+
+
+def test_the_host_answers_others_while_a_job_reads_what_earlier_passes_left(
+    make_job: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others_ran = threading.Event()
+
+    def read(*_: object) -> dict:
+        assert others_ran.wait(10)
+        return {}
+
+    async def run() -> dict:
+        job = jobs.run_job(make_job(prompts={}, capture=True), FakeBackend(), capturing_spec(), "job", AsyncMock())
+        running = asyncio.create_task(job)
+        await asyncio.sleep(0.1)
+        others_ran.set()
+        return await running
+
+    monkeypatch.setattr(jobs, "intact_records", read)
+    assert asyncio.run(run())["total"] == 0
 
 
 def test_few_requests_are_in_flight_where_the_job_says_so(

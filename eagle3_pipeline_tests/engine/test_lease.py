@@ -151,11 +151,18 @@ def test_a_stranger_that_got_the_dead_holders_pid_is_left_alone(tmp_path: Path) 
             assert _sleeps(pid)
 
 
-@pytest.mark.parametrize("content", ["", "{ torn", "[1]", '{"holder": "x"}', '{"session": 999999999}'])
-def test_a_lock_file_of_any_content_can_be_leased(tmp_path: Path, content: str) -> None:
-    (tmp_path / "gpu-0.lock").write_text(content)
-    with GpuPool(tmp_path, 1).acquire(1, "next", 5.0, _ignore) as lease:
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{ torn", b"[1]", b'{"holder": "x"}', b'{"session": 999999999}', b"\xff\xfe\x00{", b"[" * 200_000],
+    ids=range(7),
+)
+def test_a_lock_file_of_any_content_can_be_leased(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "gpu-0.lock").write_bytes(content)
+    pool = GpuPool(tmp_path, 1)
+    with pool.acquire(1, "next", 5.0, _ignore) as lease:
         assert lease.gpus == (0,)
+        (tmp_path / "gpu-0.lock").write_bytes(content)
+        assert pool.holders()["gpu-0"]
 
 
 def test_the_shell_of_a_killed_holder_is_left_alone(tmp_path: Path) -> None:

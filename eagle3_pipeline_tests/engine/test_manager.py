@@ -10,18 +10,20 @@ import stat
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eagle3_pipeline.engine import manager as managing
 from eagle3_pipeline.engine.breaker import reset_failures
 from eagle3_pipeline.engine.client import EngineClient
 from eagle3_pipeline.engine.jobs import read_journal
 from eagle3_pipeline.engine.manager import EngineManager
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.engine.state import EngineState
-from eagle3_pipeline.errors import EngineError, LeaseError
+from eagle3_pipeline.errors import EngineError, EngineSilentError, LeaseError
 from eagle3_pipeline_tests.engine.conftest import PROMPTS, JobMaker, engine_spec, journal_rows
 from eagle3_pipeline_tests.fake_engine import answer_tokens
 from eagle3_pipeline_tests.store.children import wait_until
@@ -86,8 +88,26 @@ def test_an_engine_that_runs_is_reused_without_a_turn(manager: EngineManager, mo
     # Chunks of one run that find it at work would wait one for the other's question to it.
     with manager.acquire(engine_spec(), _quiet) as first:
         monkeypatch.setattr(manager, "_turn", lambda *_: pytest.fail("waits for a start"))
+        # It was chosen while it started; a mark that stays would speak of a start for as long as this process lives.
+        manager._mark_waiting(engine_spec())
         with manager.acquire(engine_spec(), _quiet) as second:
             assert _pid(second) == _pid(first)
+        assert not manager._num_waiting(engine_spec())
+
+
+def test_an_engine_that_does_not_answer_is_told_of_and_can_be_stopped(
+    manager: EngineManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(managing, "_POLITE_S", 0.3)
+    monkeypatch.setattr(managing, "_wait_gone", partial(managing._wait_gone, timeout_s=0.3))
+    with manager.acquire(engine_spec(), _quiet) as client:
+        os.kill(_pid(client), signal.SIGSTOP)
+        with pytest.raises(EngineSilentError, match=r"\(pid \d+\) does not answer within 0 s; .* eagle3 engine stop"):
+            client.request("info", timeout_s=0.3)
+    # Whoever waits for a device passes it over.
+    manager.retire_idle(_quiet)
+    manager.stop_all(_quiet)
+    assert not _state(manager, engine_spec()).is_alive()
 
 
 def test_every_field_of_a_spec_makes_another_engine() -> None:

@@ -1,5 +1,6 @@
 """SIGKILL of a real engine's host and core, on CPU."""
 
+import contextlib
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,9 +66,11 @@ def vllm_home(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def core_of(host: int) -> psutil.Process | None:
     """vLLM's engine core; multiprocessing's resource tracker is a child of the host too."""
     for child in psutil.Process(host).children():
-        command = " ".join(child.cmdline())
-        if "EngineCore" in command or "spawn_main" in command:
-            return child
+        # One that has just ended.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command = " ".join(child.cmdline())
+            if "EngineCore" in command or "spawn_main" in command:
+                return child
     return None
 
 

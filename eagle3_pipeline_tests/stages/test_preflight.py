@@ -10,7 +10,15 @@ import pytest
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.data.verifier import resolve_verifier
 from eagle3_pipeline.engine.devices import GpuMemory
-from eagle3_pipeline.engine.preflight import GIB, check_cpu_memory, check_disk, check_gpu_fit, check_gpus, check_pool
+from eagle3_pipeline.engine.preflight import (
+    GIB,
+    check_cpu_memory,
+    check_disk,
+    check_gpu_fit,
+    check_gpus,
+    check_pool,
+    check_processes,
+)
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import PreflightError
 from eagle3_pipeline.stages.context import StageContext
@@ -127,6 +135,26 @@ def test_a_pool_smaller_than_the_engine_is_told() -> None:
         "FAIL  GPUs of the pool: found 2, needed 4: raise resources.num_gpus, or lower resources.tensor_parallel_size"
     )
     assert check_pool(2, 2).passed
+
+
+@pytest.mark.parametrize(
+    ("processes", "accumulate", "gpus", "failed"),
+    [
+        (1, 1, 0, []),
+        (1, 1, 8, []),
+        (8, 8, 8, []),
+        (8, 8, 4, ["GPUs for training: found 4, needed 8"]),
+        # A step of one batch is work for one process.
+        (8, 1, 8, ["batches of a training step: found 1, needed 8, one a process"]),
+        (2, 2, 0, []),
+        (2, 1, 0, ["batches of a training step: found 1, needed 2, one a process"]),
+    ],
+)
+def test_training_processes_need_a_gpu_and_a_batch_each(
+    processes: int, accumulate: int, gpus: int, failed: list[str]
+) -> None:
+    lines = [check.line() for check in check_processes(processes, accumulate, gpus) if not check.passed]
+    assert [line.removeprefix("FAIL  ").rpartition(":")[0] for line in lines] == failed
 
 
 def test_as_long_as_the_verifier_allows_is_not_too_long(context: StageContext) -> None:

@@ -9,7 +9,8 @@ import pytest
 from eagle3_pipeline.errors import DiskSpaceError
 from eagle3_pipeline.store import atomic
 from eagle3_pipeline.store.objects import Store
-from eagle3_pipeline.store.shards import Geometry, ShardAppender, intact_records, map_states, seal_shards, shard_name
+from eagle3_pipeline.store.records import intact_records
+from eagle3_pipeline.store.shards import Geometry, ShardAppender, map_states, seal_shards, shard_name
 from eagle3_pipeline_tests.store.conftest import FILES, FINGERPRINT, STAGE, TMPFS_BYTES, small_manifest, write_artifact
 
 

@@ -15,19 +15,17 @@ from safetensors import safe_open
 
 from eagle3_pipeline.errors import CaptureError
 from eagle3_pipeline.store import shards
+from eagle3_pipeline.store.records import intact_records, read_records, written_records
 from eagle3_pipeline.store.shards import (
     HEADER_BYTES,
     RECORDS_NAME,
     Geometry,
     ShardAppender,
     ShardRecord,
-    intact_records,
     map_states,
     read_index,
-    read_records,
     seal_shards,
     shard_name,
-    written_records,
 )
 
 GEOMETRY = Geometry((1, 3, 4), 8)  # 3 layers x 8 x 2 bytes = 48 bytes a row
@@ -240,11 +238,26 @@ def test_a_second_capture_of_a_sequence_replaces_a_damaged_first(tmp_path: Path)
     assert intact_records(tmp_path, GEOMETRY) == {"a": again}
 
 
-def test_the_last_record_without_an_error_counts(tmp_path: Path) -> None:
-    records = [ShardRecord("a", 0, 0, 2), ShardRecord("b", error="full"), ShardRecord("a", 1, 5, 2)]
-    lines = [json.dumps(vars(record)) + "\n" for record in records]
-    (tmp_path / RECORDS_NAME).write_text("".join(lines))
-    assert written_records(tmp_path) == {"a": records[2]}
+@pytest.mark.parametrize("damaged", [None, 0, 1])
+def test_of_two_copies_of_a_sequence_an_intact_one_counts_after_a_pass(tmp_path: Path, damaged: int | None) -> None:
+    """A pass was cut off between a sequence's record and its answer: the next one captured it again."""
+    copies = []
+    for _ in range(2):
+        appender = ShardAppender(tmp_path, GEOMETRY.row_bytes, MANY)
+        copies.append(_append(appender, "a", _rows(1, 2)))
+        appender.close()
+    if damaged is not None:
+        path = tmp_path / shard_name(damaged)
+        data = bytearray(path.read_bytes())
+        data[HEADER_BYTES] ^= 1
+        path.write_bytes(data)
+    assert written_records(tmp_path, GEOMETRY) == {"a": copies[1 if damaged is None else 1 - damaged]}
+
+
+def test_an_error_is_no_record_of_a_written_sequence(tmp_path: Path) -> None:
+    records = [ShardRecord("a", 0, 0, 2), ShardRecord("b", error="full")]
+    (tmp_path / RECORDS_NAME).write_text("".join(json.dumps(vars(record)) + "\n" for record in records))
+    assert written_records(tmp_path, GEOMETRY) == {"a": records[0]}
 
 
 def test_an_appender_knows_that_its_folder_was_published(tmp_path: Path) -> None:

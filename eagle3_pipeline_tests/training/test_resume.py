@@ -117,14 +117,34 @@ def test_damaged_state_is_ignored(tmp_path: Path) -> None:
     assert store.load() is None
 
 
+@pytest.mark.parametrize("name", ["state.pt", "best-0001.pt"])
+def test_a_flipped_bit_in_any_weight_is_found(tmp_path: Path, name: str) -> None:
+    store, weights = ResumeStore(tmp_path, "f"), torch.arange(1, 1001, dtype=torch.float32)
+    store.save_best(1, {"a": weights})
+    store.save({"progress": {"best_epoch": 1}, "model": {"a": weights}})
+    path = tmp_path / "resume" / name
+    data = bytearray(path.read_bytes())
+    data[data.index(weights.numpy().tobytes()) + 1234] ^= 4
+    assert store.load() is not None and store.is_there()
+    path.write_bytes(data)
+    assert store.load() is None and store.is_there()
+
+
+@pytest.mark.parametrize("state", [[1, 2], {"format": 2}, {"format": 2, "fingerprint": "f"}, torch.ones(3)])
+def test_a_file_of_something_else_is_no_state(tmp_path: Path, state: object) -> None:
+    (tmp_path / "resume").mkdir()
+    torch.save(state, tmp_path / "resume" / "state.pt")
+    assert ResumeStore(tmp_path, "f").load() is None
+
+
 def test_state_without_its_best_weights_is_ignored(tmp_path: Path) -> None:
     store = ResumeStore(tmp_path, "f")
     store.save_best(1, {"a": torch.ones(2)})
     store.save_best(2, {"a": torch.zeros(2)})
     store.save({"progress": {"best_epoch": 2}})
-    assert sorted(p.name for p in (tmp_path / "resume").iterdir()) == ["best-0002.safetensors", "state.pt"]
+    assert sorted(p.name for p in (tmp_path / "resume").iterdir()) == ["best-0002.pt", "state.pt"]
     assert torch.equal(store.load_best(2)["a"], torch.zeros(2))
-    (tmp_path / "resume" / "best-0002.safetensors").unlink()
+    (tmp_path / "resume" / "best-0002.pt").unlink()
     assert store.load() is None
 
 

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from eagle3_pipeline.engine.client import EngineClient
 from eagle3_pipeline.engine.jobs import GenerateJob
 from eagle3_pipeline.engine.spec import EngineSpec
+from eagle3_pipeline.store.records import read_records
 from eagle3_pipeline.store.shards import (
     HEADER_BYTES,
     Geometry,
@@ -19,7 +20,6 @@ from eagle3_pipeline.store.shards import (
     bf16_to_float32,
     map_states,
     read_index,
-    read_records,
     seal_shards,
     shard_name,
 )

@@ -1,5 +1,6 @@
 """Rows and checks of a run, written as soon as they are there."""
 
+import argparse
 import json
 import os
 import platform
@@ -100,7 +101,7 @@ class Report:
         self._write()
 
     def finish(self) -> int:
-        """Prints the table; the exit code."""
+        """Prints the table; the exit code: 0 if all was run and every check passed."""
         measured = [[r["part"], r["what"], r["value"], r["unit"]] for r in self.rows]
         print(f"\n{self.num_gpus} GPUs {sorted(set(self._facts['gpu_names']))}; {self._facts['machine']}")
         print(f"{self._facts['versions']}\n")
@@ -111,7 +112,7 @@ class Report:
             print(f"FAIL {check['what']}: {check['found']}")
         for line in self.not_run:
             print(f"not run: {line}")
-        return 1 if failed or not self.checks else 0
+        return 1 if failed or self.not_run or not self.checks else 0
 
     def _elapsed(self) -> float:
         return round(time.monotonic() - self._started, 1)
@@ -128,6 +129,16 @@ class Report:
         for child in psutil.Process().children(recursive=True):
             child.kill()
         os._exit(3)
+
+
+def made_folder(name: str) -> Path:
+    """An argument's type: a folder, made if it is missing."""
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"no folder can be there: {error}") from error
+    return path
 
 
 def run_in_home(report: Report, parent: Path | None, logs: Path, work: Callable[[Path], None]) -> int:

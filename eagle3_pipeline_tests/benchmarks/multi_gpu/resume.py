@@ -29,7 +29,8 @@ class Resume(Training):
         """Writes the data and trains."""
         sizes = self.sizes
         data = self._prepare({"small": sizes.small_draft, "large": sizes.large_draft})
-        self.report.step("three trainings", 1.5 * sizes.train_s, lambda: self._together(data))
+        if data:
+            self.report.step("three trainings", 1.5 * sizes.train_s, lambda: self._together(data))
 
     def _together(self, data: dict[str, Any]) -> None:
         """Runs that share the GPUs: one that is killed and goes on, the same uninterrupted, the largest draft."""

@@ -37,15 +37,19 @@ class Training:
     def run(self) -> None:
         """Writes the data and trains."""
         data = self._prepare({"draft": self.sizes.draft})
-        self.report.step("one process and all", 2 * self.sizes.train_s, lambda: self._parity(data["draft"]))
+        if data:
+            self.report.step("one process and all", 2 * self.sizes.train_s, lambda: self._parity(data["draft"]))
 
     def _prepare(self, sizes: dict[str, DraftSize]) -> dict[str, Any]:
-        """Writes a verifier and data for each draft; the fields of a training worker's spec that name the data."""
+        """Writes a verifier and data for each draft; the fields of a training worker's spec that name the data.
+
+        Nothing, if there is no time for it.
+        """
         writing = [weights.start(self.home / name, size.verifier, head_only=True) for name, size in sizes.items()]
         data = self.report.step("writing the data", 20, lambda: {n: self._write(n, size) for n, size in sizes.items()})
-        if any([process.wait() for process in writing]) or not data:
-            raise RuntimeError("verifiers and data were not written")
-        return data
+        if any([process.wait() for process in writing]):
+            raise RuntimeError("the verifiers were not written")
+        return data or {}
 
     def _write(self, name: str, size: DraftSize) -> dict[str, Any]:
         num_batches = size.steps * size.batches_a_rank * self.num

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from eagle3_pipeline.engine.devices import count_gpus
-from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report
+from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report, made_folder
 from eagle3_pipeline_tests.benchmarks.one_gpu.quality_chain import DRAFTS, FULL, ON_CPU, ON_GPU, SPEED, USUAL, Quality
 from eagle3_pipeline_tests.benchmarks.one_gpu.quality_table import fill_table
 from eagle3_pipeline_tests.benchmarks.one_gpu.quality_usual import train_usual
@@ -38,7 +38,6 @@ def main() -> int:
     if arguments.rehearse:
         os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2"}
     num_gpus = 0 if arguments.rehearse else arguments.gpus or count_gpus()
-    arguments.out.mkdir(parents=True, exist_ok=True)
     name = "quality" if arguments.steps == ["table"] else f"quality-{'-'.join(arguments.steps)}"
     report = Report(arguments.out / f"{name}.json", num_gpus, arguments.budget_s)
     training = {
@@ -64,8 +63,8 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", nargs="+", metavar="STEP", type=_step)
-    parser.add_argument("--home", type=Path, required=True, help="kept between calls")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--home", type=made_folder, required=True, help="kept between calls")
+    parser.add_argument("--out", type=made_folder, required=True, help="folder of the results")
     parser.add_argument("--gguf-parts", type=Path, help="folder of the parts of SmolLM2's GGUF file")
     parser.add_argument("--gpus", type=int, help="GPUs of the pool; default: what the driver reports")
     parser.add_argument("--train-s", type=float, default=240.0, help="seconds that training on all data may take")
