@@ -37,7 +37,9 @@ class Lease:
 
     def environment(self) -> dict[str, str]:
         """Variables that show a child process only the leased GPUs and let a worker add itself to the records."""
-        devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))} if self.gpus else {}
+        # By itself CUDA counts the fastest GPU first, the driver by place.
+        shown = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        devices = shown if self.gpus else {}
         return devices | {LEASE_RECORDS: os.pathsep.join(self.records)}
 
 

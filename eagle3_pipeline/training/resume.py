@@ -19,7 +19,16 @@ FOLDER_NAME = "resume"
 _STATE_NAME = "state.pt"
 _FORMAT = 2
 # What reading a file of anything may raise.
-_UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError, zipfile.BadZipFile)
+_UNREADABLE = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    TypeError,
+    KeyError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+)
 
 
 class ResumeStore:
@@ -33,11 +42,11 @@ class ResumeStore:
         """The last state of this fingerprint; None if there is none that can be read."""
         try:
             state = _load(self._folder / _STATE_NAME)
-            if (state["format"], state["fingerprint"]) != (_FORMAT, self._fingerprint):
+            if not isinstance(state, dict) or (state["format"], state["fingerprint"]) != (_FORMAT, self._fingerprint):
                 return None
             if best := state["progress"]["best_epoch"]:
                 self.load_best(best)
-        except (*_UNREADABLE, TypeError):
+        except _UNREADABLE:
             return None
         return state
 

@@ -45,6 +45,7 @@ def test_gpus_are_handed_out_in_index_order(tmp_path: Path) -> None:
     with pool.acquire(2, "first", 1.0, _ignore) as first:
         assert first.gpus == (0, 1)
         assert first.environment()["CUDA_VISIBLE_DEVICES"] == "0,1"
+        assert first.environment()["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
         with pool.acquire(1, "second", 1.0, _ignore) as second:
             assert second.gpus == (2,)
         with pool.acquire(2, "third", 1.0, _ignore) as third:
