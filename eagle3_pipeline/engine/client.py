@@ -137,14 +137,16 @@ def living_client(state: EngineState) -> EngineClient | None:
     Raises:
         EngineSilentError: its process lives and does not answer.
     """
-    with contextlib.ExitStack() as unless_returned, contextlib.suppress(EngineDiedError, EngineStoppedError):
+    with contextlib.ExitStack() as opened:
         try:
-            client = unless_returned.enter_context(EngineClient(state))
-        except EngineError:  # nobody listens
+            client = opened.enter_context(EngineClient(state))
+            info = client.request("info")
+        except EngineSilentError:
+            raise
+        except EngineError:  # nobody listens, or it is ending
             return None
-        info = client.request("info")
-        if not info["failed"]:
-            client.may_sample, client.num_others = bool(info["smoke"].get("may_sample")), info["clients"] - 1
-            unless_returned.pop_all()
-            return client
-    return None
+        if info["failed"]:
+            return None
+        client.may_sample, client.num_others = bool(info["smoke"].get("may_sample")), info["clients"] - 1
+        opened.pop_all()
+        return client

@@ -7,6 +7,7 @@ each follows. Works with vLLM 0.24 to 0.32.
 
 import itertools
 import logging
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -50,7 +51,6 @@ class ShardConnector(ExampleHiddenStatesConnector):
         self._max_shard_bytes = self._kv_transfer_config.get_from_extra_config("max_shard_bytes", 0)
         self._appenders: dict[str, ShardAppender] = {}
         self._appenders_lock = threading.Lock()
-        self._step_bytes = self._vllm_config.scheduler_config.max_num_batched_tokens * self._row_bytes
         self._bytes_in_flight = 0
         self._freed = threading.Condition()
 
@@ -58,9 +58,10 @@ class ShardConnector(ExampleHiddenStatesConnector):
         """Pins memory for two steps' states, which would hold up the first steps that need it."""
         super().register_kv_caches(kv_caches)
         if self._is_tp_rank_zero and self._kv_cache.device.type == "cuda":
-            num_bytes = min(2 * self._step_bytes, _MOST_IN_FLIGHT)
+            step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+            num_groups = math.ceil(min(2 * step_tokens * self._row_bytes, _MOST_IN_FLIGHT) / _GROUP_BYTES)
             # Freed at once: PyTorch keeps what it has pinned, for requests of up to as many bytes and over half of it.
-            _ = [_pinned(_GROUP_BYTES) for _ in range(-(-num_bytes // _GROUP_BYTES))]
+            _ = [torch.empty(_GROUP_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(num_groups)]
 
     def get_finished_count(self) -> int:
         """How many ranks report a request as copied: the one that copies it."""
@@ -128,7 +129,7 @@ class ShardConnector(ExampleHiddenStatesConnector):
         with torch.cuda.stream(stream):
             there = slots.pin_memory().to(cache.device, non_blocking=True)
             found = extract_from_kv_cache(cache, there, len(slots)).to(torch.bfloat16)
-            states = _pinned(found.nbytes).view(found.dtype).view(found.shape)
+            states = torch.empty_like(found, device="cpu", pin_memory=True)
             states.copy_(found, non_blocking=True)
         copied.record(stream)
         return states, copied
@@ -163,11 +164,6 @@ class ShardConnector(ExampleHiddenStatesConnector):
             if str(folder) not in self._appenders:
                 self._appenders[str(folder)] = ShardAppender(folder, self._row_bytes, self._max_shard_bytes)
             return self._appenders[str(folder)]
-
-
-def _pinned(num_bytes: int) -> torch.Tensor:
-    """Bytes in the host's memory that a GPU writes to while it works."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def _slots(block_ids: list[int], num_tokens: int, block_size: int) -> torch.Tensor:

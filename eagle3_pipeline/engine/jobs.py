@@ -138,7 +138,6 @@ class _Runner:
         self._job = job
         self._backend = backend
         self._job_id = job_id
-        self._row_bytes = spec.row_bytes
         self._folder = Path(job.capture_folder) if job.capture_folder else None
         self._answers = read_journal(Path(job.journal))
         self._records: dict[str, ShardRecord] = {}
@@ -230,7 +229,7 @@ class _Runner:
         """On a full disk the writer cannot even leave the record of its error."""
         free = shutil.disk_usage(str(self._folder)).free
         what = f"hidden states of sequence {identity} were not written to {self._folder} within {waited_s:.0f} s"
-        if free < rows * self._row_bytes:
+        if free < rows * self._geometry.row_bytes:
             raise DiskSpaceError(f"{what}: {free:,} bytes are free on its volume; free some and run again")
         if waited_s >= _WRITE_STALL_S:
             raise CaptureError(f"{what}; {free:,} bytes are free on its volume")

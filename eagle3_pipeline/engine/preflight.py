@@ -70,13 +70,13 @@ def check_pool(spec_gpus: int, pool_gpus: int) -> Check:
 
 def check_processes(processes: int, accumulate: int, pool_gpus: int) -> list[Check]:
     """Training processes have a GPU each (on a CPU machine they share its cores), and a batch of every step each."""
-    checks = []
-    if processes > 1 and pool_gpus:
+    if processes == 1:
+        return []
+    what, advice = "batches of a training step", "raise training.accumulate, or lower training.num_processes"
+    checks = [Check(what, accumulate >= processes, str(accumulate), f"{processes}, one a process", advice)]
+    if pool_gpus:
         advice = "raise resources.num_gpus, or lower training.num_processes"
         checks.append(Check("GPUs for training", pool_gpus >= processes, str(pool_gpus), str(processes), advice))
-    if processes > 1:
-        what, advice = "batches of a training step", "raise training.accumulate, or lower training.num_processes"
-        checks.append(Check(what, accumulate >= processes, str(accumulate), f"{processes}, one a process", advice))
     return checks
 
 

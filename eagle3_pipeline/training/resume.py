@@ -45,7 +45,7 @@ class ResumeStore:
             if not isinstance(state, dict) or (state["format"], state["fingerprint"]) != (_FORMAT, self._fingerprint):
                 return None
             if best := state["progress"]["best_epoch"]:
-                self.load_best(best)
+                _require_whole(self._best_path(best))
         except _UNREADABLE:
             return None
         return state
@@ -94,8 +94,12 @@ class ResumeStore:
             raise storage_error(error, path) from error
 
 
-def _load(path: Path) -> Any:
+def _require_whole(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         if damaged := archive.testzip():
             raise ValueError(f"{path}: {damaged} is damaged")
+
+
+def _load(path: Path) -> Any:
+    _require_whole(path)
     return torch.load(path, map_location="cpu", weights_only=True)
