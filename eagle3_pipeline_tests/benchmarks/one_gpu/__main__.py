@@ -7,12 +7,11 @@ known. Weights are random: speed does not depend on them.
 import argparse
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report, made_folder, run_in_home
 from eagle3_pipeline_tests.benchmarks.one_gpu.capture import Capture
-from eagle3_pipeline_tests.benchmarks.one_gpu.sizes import ON_CPU, ON_GPU
+from eagle3_pipeline_tests.benchmarks.one_gpu.sizes import LARGE, ON_CPU, ON_GPU, SMALL
 from eagle3_pipeline_tests.benchmarks.one_gpu.training import Training
 
 PARTS: dict[str, type[Capture] | type[Training]] = {"capture": Capture, "training": Training}
@@ -23,8 +22,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=made_folder, required=True, help="folder of the results and of logs")
     parser.add_argument("--part", choices=list(PARTS), action="append", help="default: all")
-    shapes = [training.name for training in ON_GPU.trainings]
-    parser.add_argument("--shape", choices=shapes, action="append", help="drafts of the part training; default: all")
+    parser.add_argument("--shape", choices=(SMALL, LARGE), action="append", help="of models and drafts; default: all")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on the CPU")
     parser.add_argument("--budget-s", type=float, default=3600.0, help="what does not fit is reported as not run")
     parser.add_argument("--work", type=made_folder, help="parent of the temporary folder of models and shards")
@@ -34,7 +32,7 @@ def main() -> int:
     report = Report(arguments.out / "one_gpu.json", 0 if arguments.rehearse else 1, arguments.budget_s)
     sizes, num_gpus = (ON_CPU, 0) if arguments.rehearse else (ON_GPU, 1)
     if arguments.shape:
-        sizes = replace(sizes, trainings=tuple(one for one in sizes.trainings if one.name in arguments.shape))
+        sizes = sizes.only(arguments.shape)
 
     def work(home: Path) -> None:
         for name in arguments.part or PARTS:

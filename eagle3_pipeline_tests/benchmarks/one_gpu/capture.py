@@ -7,6 +7,7 @@ import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,29 +83,37 @@ class Capture:
         finally:
             for process in writing:
                 process.kill()
-        models = [
+        models = small, large = [
             self._model(SMALL, "small", self._longest(True), {}),
             self._model(LARGE, "large", self._longest(False), {"load_format": "dummy"}),
         ]
-        small, large = models
         client = UsualClient(self.home / "client", self.home / "small", self._layers(small), self._server_arguments())
         try:
             step("starting all engines", self.sizes.start_s, lambda: self._start(models))
-            step("starting the usual client's server", 0, lambda: client.wait_ready(self.sizes.start_s))
-            step("parity", 30, lambda: self._parity(small))
-            for load in self.sizes.small_loads:
-                step(f"{SMALL}, {load.mean_tokens} tokens", 30, lambda load=load: self._measure(small, load))  # type: ignore[misc]
-                step("usual client", 60, lambda load=load: self._usual(client, small, load))  # type: ignore[misc]
-            client.stop()
-            step(f"{SMALL}, generation", 40, lambda: self._generate(small, self.sizes.small_generation))
-            for load in self.sizes.large_loads:
-                step(f"{LARGE}, {load.mean_tokens} tokens", 30, lambda load=load: self._measure(large, load))  # type: ignore[misc]
-            step(f"{LARGE}, generation", 40, lambda: self._generate(large, self.sizes.large_generation))
+            if self.sizes.small_loads:
+                self._run_small(small, client)
+            if self.sizes.large_loads:
+                self._run_large(large)
         finally:
             client.stop()
             for model in models:
                 for context in (model.plain, model.ours):
                     context.engines.stop_all(self.report.log)
+
+    def _run_small(self, model: "_Model", client: UsualClient) -> None:
+        step = self.report.step
+        step("starting the usual client's server", 0, lambda: client.wait_ready(self.sizes.start_s))
+        step("parity", 30, lambda: self._parity(model))
+        for load in self.sizes.small_loads:
+            step(f"{SMALL}, {load.mean_tokens} tokens", 30, partial(self._measure, model, load))
+            step("usual client", 60, partial(self._usual, client, model, load))
+        client.stop()
+        step(f"{SMALL}, generation", 40, lambda: self._generate(model, self.sizes.small_generation))
+
+    def _run_large(self, model: "_Model") -> None:
+        for load in self.sizes.large_loads:
+            self.report.step(f"{LARGE}, {load.mean_tokens} tokens", 30, partial(self._measure, model, load))
+        self.report.step(f"{LARGE}, generation", 40, lambda: self._generate(model, self.sizes.large_generation))
 
     def _touch_memory(self) -> None:
         """A virtual machine may be given its memory as it is used, slower than its disk is written.

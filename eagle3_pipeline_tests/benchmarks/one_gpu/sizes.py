@@ -1,6 +1,6 @@
 """What is measured on a GPU, and the same in small to try the script on a machine without."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eagle3_pipeline_tests.benchmarks.multi_gpu.sizes import TINY, DraftSize, Shape
 
@@ -99,6 +99,15 @@ class Sizes:
     trainings: tuple[Training, ...]
     train_start_s: float
 
+    def only(self, shapes: list[str]) -> "Sizes":
+        """The same without what is measured of other shapes."""
+        return replace(
+            self,
+            small_loads=self.small_loads if SMALL in shapes else (),
+            large_loads=self.large_loads if LARGE in shapes else (),
+            trainings=tuple(training for training in self.trainings if training.name in shapes),
+        )
+
 
 SMALL, LARGE = "135M shape", "8B shape"
 _SMOLLM2 = Shape(576, 1536, 30, 9, 3, 64, 49152)
@@ -126,7 +135,7 @@ ON_GPU = Sizes(
         Training(LARGE, DraftSize(_8B, 32_000, 8192, 1, 23), 250, 1750, 5, 10),
         Training(SMALL, DraftSize(_SMOLLM2, 16_384, 8192, 1, 53), 250, 1750, 10, 10),
     ),
-    train_start_s=80.0,
+    train_start_s=120.0,
 )
 ON_CPU = Sizes(
     small=TINY,
