@@ -6,11 +6,13 @@ finished. One record a sequence goes to `records.jsonl`; the writer process may 
 """
 
 import contextlib
+import ctypes
+import functools
 import json
 import os
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -22,7 +24,7 @@ import xxhash
 from eagle3_pipeline.errors import CaptureError
 
 HEADER_BYTES = 4096
-_FLUSH_BYTES = 2**28
+_SYNC_FILE_RANGE_WRITE = 2
 RECORDS_NAME = "records.jsonl"
 INDEX_NAME = "index.parquet"
 LAYER_CONVENTION = "id i is the input of layer i; the last id is the last layer's output before the final norm"
@@ -131,9 +133,7 @@ class ShardAppender:
                 raise run.error
             offset = HEADER_BYTES + run.row_start * self._row_bytes
             _pwrite_all(run.descriptor, data, offset)
-            if offset // _FLUSH_BYTES != (offset + len(data)) // _FLUSH_BYTES:
-                # The disk works while the engine does, so that sealing has little left to wait for.
-                os.fdatasync(run.descriptor)
+            start_writeback(run.descriptor, offset, len(data))
         except OSError as error:
             lost = f"{type(error).__name__}: {error}"
             return [ShardRecord(name, num_tokens=n, error=lost) for name, n in zip(names, run.lengths, strict=True)]
@@ -191,16 +191,19 @@ class ShardAppender:
 
     def is_current(self) -> bool:
         """Whether its files are still in their folder; false once the folder was sealed, published or given up."""
-        open_files = [(shard_name(self._shard), self._descriptor), (RECORDS_NAME, self._records)]
-        found = [_is_at(descriptor, self._folder / name) for name, descriptor in open_files if descriptor >= 0]
+        # Another thread may be leaving the shard for the next one.
+        with self._lock:
+            open_files = [(shard_name(self._shard), self._descriptor), (RECORDS_NAME, self._records)]
+            found = [_is_at(descriptor, self._folder / name) for name, descriptor in open_files if descriptor >= 0]
         return all(found) if found else self._folder.is_dir()
 
     def close(self) -> None:
         """Closes the open shard and the records."""
-        self._close_shard()
-        if self._records >= 0:
-            os.close(self._records)
-            self._records = -1
+        with self._lock:
+            self._close_shard()
+            if self._records >= 0:
+                os.close(self._records)
+                self._records = -1
 
     def _close_shard(self) -> None:
         if self._descriptor >= 0:
@@ -219,6 +222,25 @@ def _pwrite_all(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
+
+
+def start_writeback(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Lets the disk write these bytes of a file now, without waiting for it, so that sealing has little left to flush.
+
+    By itself the kernel begins seconds later, and then holds up who writes. What the disk cannot take is an error of
+    the flush. Does nothing where there is no such call (it is Linux').
+    """
+    if call := _sync_file_range():
+        call(descriptor, offset, num_bytes, _SYNC_FILE_RANGE_WRITE)
+
+
+@functools.cache
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    with contextlib.suppress(AttributeError, OSError):
+        call = ctypes.CDLL(None).sync_file_range
+        call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+        return call
+    return None
 
 
 def _write_or_undo(descriptor: int, data: bytes) -> None:

@@ -4,7 +4,9 @@ import errno
 import json
 import os
 import struct
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -274,6 +276,32 @@ def test_an_appender_knows_that_its_folder_was_published(tmp_path: Path) -> None
     assert not appender.is_current() and other.is_current()
 
 
+def test_an_appender_is_current_while_other_threads_change_shards(tmp_path: Path) -> None:
+    # Two rows a shard: every append leaves a shard for the next one.
+    appender = ShardAppender(tmp_path, GEOMETRY.row_bytes, HEADER_BYTES + 2 * GEOMETRY.row_bytes)
+    rows, running = _rows(0, 2), threading.Event()
+    running.set()
+
+    def ask() -> list[bool]:
+        found = []
+        while running.is_set():
+            found.append(appender.is_current())
+        return found
+
+    def write(writer: int) -> list[ShardRecord]:
+        return [_append(appender, f"{writer}-{i}", rows) for i in range(400)]
+
+    with ThreadPoolExecutor(5) as pool:
+        asking = [pool.submit(ask) for _ in range(3)]
+        writing = [pool.submit(write, writer) for writer in range(2)]
+        records = [record for one in writing for record in one.result()]
+        running.clear()
+        answers = [answer for one in asking for answer in one.result()]
+    assert all(answers) and len(answers) > 100
+    assert not any(record.error for record in records)
+    assert {record.shard for record in records} == set(range(800))
+
+
 def test_bf16_bits_convert_as_in_torch() -> None:
     random = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * 1e3
     special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, 3.4e38, 1.0, -1.5])
@@ -287,24 +315,38 @@ def test_bf16_bits_convert_as_in_torch() -> None:
     assert np.array_equal(shards.bf16_to_float32(every), expected, equal_nan=True)
 
 
-def test_a_growing_shard_is_flushed_at_every_boundary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flushed: list[int] = []
-    monkeypatch.setattr(shards, "_FLUSH_BYTES", HEADER_BYTES + 10 * GEOMETRY.row_bytes)
-    monkeypatch.setattr(shards.os, "fdatasync", lambda descriptor: flushed.append(os.fstat(descriptor).st_size))
-    appender = ShardAppender(tmp_path, GEOMETRY.row_bytes, MANY)
-    for i in range(7):
+def test_the_disk_is_given_what_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sealing had to flush all at once held up the end of every chunk by seconds."""
+    given: list[tuple[str, int, int]] = []
+
+    def note(descriptor: int, offset: int, num_bytes: int) -> None:
+        given.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, offset, num_bytes))
+
+    monkeypatch.setattr(shards, "start_writeback", note)
+    appender = ShardAppender(tmp_path, GEOMETRY.row_bytes, HEADER_BYTES + 10 * GEOMETRY.row_bytes)
+    for i in range(3):
         _append(appender, f"s{i}", _rows(i, 4))
-    # Rows 8 to 11 cross byte 4,096 + 480; the next boundary lies beyond the 28 rows.
-    assert flushed == [HEADER_BYTES + 12 * GEOMETRY.row_bytes]
+    # Rows of 48 bytes; the third sequence would make twelve rows in a shard of ten.
+    first, second = shard_name(0), shard_name(1)
+    assert given == [(first, 4096, 192), (first, 4096 + 192, 192), (second, 4096, 192)]
 
 
-def test_a_failed_flush_loses_the_sequence_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="the call is Linux'")
+def test_write_back_can_be_started_here(tmp_path: Path) -> None:
+    call = shards._sync_file_range()
+    with (tmp_path / "file").open("wb") as file:
+        file.write(b"x" * 10_000)
+        file.flush()
+        assert call and call(file.fileno(), 0, 10_000, shards._SYNC_FILE_RANGE_WRITE) == 0
+        assert call(-1, 0, 1, shards._SYNC_FILE_RANGE_WRITE) == -1
+
+
+def test_a_disk_that_breaks_is_seen_when_a_shard_is_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_descriptor: int) -> None:
         raise OSError(errno.EIO, "the disk broke")
 
-    monkeypatch.setattr(shards, "_FLUSH_BYTES", HEADER_BYTES + 3 * GEOMETRY.row_bytes)
     appender = ShardAppender(tmp_path, GEOMETRY.row_bytes, MANY)
-    assert not _append(appender, "before", _rows(0, 1)).error
-    monkeypatch.setattr(shards.os, "fdatasync", fail)
-    assert "the disk broke" in _append(appender, "lost", _rows(1, 4)).error
-    assert set(intact_records(tmp_path, GEOMETRY)) == {"before"}
+    record = _append(appender, "a", _rows(0, 4))
+    monkeypatch.setattr(shards.os, "fsync", fail)
+    with pytest.raises(OSError, match="the disk broke"):
+        seal_shards(tmp_path, [record], {"a": _ids(4)}, GEOMETRY, {})

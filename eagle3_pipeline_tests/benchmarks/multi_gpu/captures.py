@@ -22,6 +22,7 @@ from eagle3_pipeline.store.shards import (
     read_index,
     seal_shards,
     shard_name,
+    start_writeback,
 )
 
 Tokens = dict[str, np.ndarray]
@@ -108,13 +109,13 @@ def differences(found: Path, expected: Path, layer_ids: tuple[int, ...]) -> tupl
 
 
 def disk_gib_per_s(folder: Path, num_bytes: int) -> float:
-    """Speed of writing and flushing: what sealed shards wait for in the end."""
-    block, path = np.random.default_rng(0).bytes(2**24), folder / "disk-probe"
+    """Speed of one writer with write-back begun at once, and of flushing: what sealed shards wait for in the end."""
+    block, path = np.random.default_rng(0).bytes(2**26), folder / "disk-probe"
     started = time.monotonic()
-    with path.open("wb") as file:
-        for _ in range(num_bytes // len(block)):
+    with path.open("wb", buffering=0) as file:
+        for number in range(num_bytes // len(block)):
             file.write(block)
-        file.flush()
+            start_writeback(file.fileno(), number * len(block), len(block))
         os.fsync(file.fileno())
     elapsed = time.monotonic() - started
     path.unlink()

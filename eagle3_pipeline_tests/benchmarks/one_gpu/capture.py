@@ -135,14 +135,15 @@ class Capture:
         loads, generation = (
             (sizes.small_loads, sizes.small_generation) if small else (sizes.large_loads, sizes.large_generation)
         )
-        return max(1 + max(load.mean_tokens for load in loads) * 6 // 5, generation.longest)
+        return max(generation.longest, *(1 + load.mean_tokens * 6 // 5 for load in loads), 0)
 
     def _model(self, name: str, folder: str, longest: int, changes: dict[str, Any]) -> "_Model":
         make_tokenizer(self.home / folder)
-        plain, ours = (self._context(f"{folder}-{kind}", folder, longest) for kind in ("plain", "ours"))
+        cache = self.sizes.small_kvcache_gib if name == SMALL else self.sizes.large_kvcache_gib
+        plain, ours = (self._context(f"{folder}-{kind}", folder, longest, cache) for kind in ("plain", "ours"))
         return _Model(name, plain, ours, changes)
 
-    def _context(self, name: str, model: str, longest: int) -> StageContext:
+    def _context(self, name: str, model: str, longest: int, kvcache_gib: float) -> StageContext:
         """A home, and so a pool, of its own: engines that share the GPU do not wait for each other's lease."""
         spec = PipelineSpec.model_validate(
             {
@@ -159,7 +160,7 @@ class Capture:
                 "training": {"batch_tokens": longest},
                 "resources": {
                     "gpu_memory_utilization": self.sizes.utilization,
-                    "gpu_kvcache_gib": self.sizes.kvcache_gib,
+                    "gpu_kvcache_gib": kvcache_gib,
                     "max_num_batched_tokens": self.sizes.batch_tokens,
                     "max_num_seqs": self.sizes.batch_sequences,
                     "idle_timeout_s": 900.0,
@@ -180,7 +181,7 @@ class Capture:
         }
         if not self.num_gpus:
             return arguments | {"enforce-eager": True}
-        cache = round(self.sizes.kvcache_gib * 2**30)
+        cache = round(self.sizes.small_kvcache_gib * 2**30)
         return arguments | {"gpu-memory-utilization": self.sizes.utilization, "kv-cache-memory-bytes": cache}
 
     def _start(self, models: list["_Model"]) -> None:
@@ -292,30 +293,41 @@ class Capture:
     def _generate(self, model: "_Model", size: Generation) -> None:
         """Sampling alone, with capture in the same pass, and capture in a second pass."""
         prompts = draw_sequences(size.num_prompts, size.prompt_tokens, model.plain.verifier.vocab_size, 3)
-        rows = [{"sequence_id": name, "input_ids": tokens.tolist()} for name, tokens in prompts.items()]
-        sampling = {"temperature": 0.7 if self.num_gpus else 0.0, "max_tokens": size.new_tokens, "ignore_eos": True}
-        new = size.num_prompts * size.new_tokens
-
-        def run(captures: bool) -> tuple[dict[str, dict], float]:
-            context = model.ours if captures else model.plain
-            folder = context.home / "generation"
-            states = folder / "states" if captures else None
-            batch = PromptBatch("generating", folder, rows, sampling, states, include_output=captures)
-            answers, speed = run_prompts(context, model.engine(captures), batch)
-            return answers, speed["engine_s"]
-
-        answers, plain_s = run(False)
-        _, one_pass_s = run(True)
-        whole = {
-            name: np.asarray([*tokens, *answers[name]["token_ids"]][:-1], dtype=np.int32)
-            for name, tokens in prompts.items()
-        }
+        for captures in (False, True):
+            self._answer(model, captures, prompts, (8,) * len(size.lengths))
+        answers, plain_s = self._answer(model, False, prompts, size.lengths)
+        _, one_pass_s = self._answer(model, True, prompts, size.lengths)
+        new = sum(map(len, answers.values()))
+        whole = {name: np.asarray([*tokens, *answers[name]][:-1], dtype=np.int32) for name, tokens in prompts.items()}
         second_s = self._prefill(model, True, "second pass", whole)["engine_s"]
         part = f"{model.name}, generation"
         self.report.row(part, "plain", new / plain_s, "new tok/s")
         self.report.row(part, "with capture in the same pass", new / one_pass_s, "new tok/s")
         self.report.row(part, "plain, then capture in a second pass", new / (plain_s + second_s), "new tok/s")
         self.report.row(part, "one pass slower than plain by", 100 * (one_pass_s / plain_s - 1), "%")
+
+    def _answer(
+        self, model: "_Model", captures: bool, prompts: Tokens, lengths: tuple[int, ...]
+    ) -> tuple[dict[str, list[int]], float]:
+        """Answers by sequence id, and the seconds that they took; as many jobs at once as there are lengths."""
+        context, items = model.ours if captures else model.plain, list(prompts.items())
+        folder = context.home / "generation"
+
+        def run(number: int) -> dict[str, dict]:
+            own = folder / str(number)
+            rows = [{"sequence_id": name, "input_ids": t.tolist()} for name, t in items[number :: len(lengths)]]
+            temperature = 0.7 if self.num_gpus else 0.0
+            sampling = {"temperature": temperature, "max_tokens": lengths[number], "ignore_eos": True}
+            states = own / "states" if captures else None
+            batch = PromptBatch(f"generating {number}", own, rows, sampling, states, include_output=captures)
+            return run_prompts(context, model.engine(captures), batch)[0]
+
+        started = time.monotonic()
+        with ThreadPoolExecutor(len(lengths)) as pool:
+            found = list(pool.map(run, range(len(lengths))))
+        elapsed = time.monotonic() - started
+        shutil.rmtree(folder)
+        return {name: row["token_ids"] for rows in found for name, row in rows.items()}, elapsed
 
 
 def _kv_tokens(folder: Path) -> float:
