@@ -108,6 +108,7 @@ class Trainer:
         for group in self._groups():
             self._step(group)
             now = time.monotonic()
+            progress.train_s += now - group.started
             if now - self._last_report >= self.spec.log_every_s:
                 self._report(now)
             if now - self._last_save >= self.job.resume_every_s:
@@ -135,12 +136,10 @@ class Trainer:
         for step, numbers in zip(steps, dealt, strict=True):
             started = time.monotonic()
             ready = [next(batches) for _ in numbers]
-            waited = time.monotonic() - started
+            self.progress.wait_s += time.monotonic() - started
             num_supervised, num_positions = (int(sum(column)) for column in zip(*step, strict=True))
             own = [int(step[i][0]) for i in numbers]
-            yield Group(len(step), num_supervised, num_positions, numbers, own, ready)
-            self.progress.wait_s += waited
-            self.progress.train_s += time.monotonic() - started
+            yield Group(len(step), num_supervised, num_positions, numbers, own, ready, started)
 
     def _ready(self, batch: Batch, moves: bool) -> Batch | Moving:
         """A batch with what can be done ahead; runs beside a step."""

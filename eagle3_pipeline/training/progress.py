@@ -77,6 +77,7 @@ class Group:
         numbers: which of the step's batches this rank has.
         supervised: targets that count in each of these.
         batches: these, on the CPU, or moving to the device.
+        started: when waiting for them began, of `time.monotonic`.
     """
 
     num_batches: int
@@ -85,6 +86,7 @@ class Group:
     numbers: list[int]
     supervised: list[int]
     batches: list[Batch | Moving]
+    started: float
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,9 @@ def test_result_and_events(trained: TrainedRun) -> None:
     assert len(messages) > 5
     for message in messages:
         assert re.fullmatch(line, message), message
+    # Of the first step too, whose time was counted after its line: at the end the speed is of all the time.
+    told = re.findall(r"(\d+) tok/s", " ".join(messages))
+    assert max(map(int, told)) < 100 * metrics["tokens_per_s"]
 
 
 def test_output_folder(trained: TrainedRun) -> None:
