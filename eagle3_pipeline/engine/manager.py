@@ -51,7 +51,11 @@ class EngineManager:
         self.pool = GpuPool(self.pool_folder, num_gpus)
 
     def acquire(
-        self, spec: EngineSpec, log: Log, before_start: Callable[[EngineSpec], None] | None = None
+        self,
+        spec: EngineSpec,
+        log: Log,
+        before_start: Callable[[EngineSpec], None] | None = None,
+        after_chunks: bool = False,
     ) -> EngineClient:
         """A connection to an engine of this spec; starts one if none runs, or all do work and it may have more.
 
@@ -59,6 +63,7 @@ class EngineManager:
             spec: which engine.
             log: takes progress lines.
             before_start: called before a new engine is started; raises if that cannot succeed.
+            after_chunks: those of this verifier are done, and so are its idle engines.
 
         Raises:
             EngineError: it does not start; the message holds its log's tail.
@@ -81,12 +86,13 @@ class EngineManager:
             if client := self._reused(spec, state, log):
                 return client
             self._require_untripped(spec)
-            if client := self._adopt(state, log):
+            done = spec.model_id if after_chunks else ""
+            if client := self._adopt(state, log, done):
                 client.waited_s = time.monotonic() - asked
                 return client
             if before_start:
                 before_start(spec)
-            client = self._start(spec, state, log)
+            client = self._start(spec, state, log, done)
             client.started, client.waited_s = True, time.monotonic() - asked
             client.may_sample = _may_sample(client)
             return client
@@ -225,7 +231,7 @@ class EngineManager:
         """Tells the circuit breaker that an engine finished a job."""
         reset_failures(client.folder)
 
-    def _adopt(self, state: EngineState, log: Log) -> EngineClient | None:
+    def _adopt(self, state: EngineState, log: Log, done: str) -> EngineClient | None:
         """Waits for a host whose starter was killed: it loads, or waits for the device, with nobody behind it."""
         if state.is_alive():
             log(f"waiting for an engine that somebody else started (pid {state.read().get('pid')})")
@@ -233,11 +239,11 @@ class EngineManager:
             if client := living_client(state):
                 return client
             if state.read().get("phase") == "waiting":
-                self.retire_idle(log, state.spec())
+                self.retire_idle(log, state.spec(), done)
             time.sleep(_POLL_S)
         return None
 
-    def _start(self, spec: EngineSpec, state: EngineState, log: Log) -> EngineClient:
+    def _start(self, spec: EngineSpec, state: EngineState, log: Log, done: str) -> EngineClient:
         expected_s = self._expected_load_s(spec)
         took = f"; the last load of this model took {expected_s:.0f} s" if expected_s else ""
         state.prepare(spec)
@@ -259,7 +265,7 @@ class EngineManager:
                 env={**os.environ, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO")},
             )
         try:
-            return self._wait_ready(process, spec, state, log, expected_s)
+            return self._wait_ready(process, spec, state, log, expected_s, done)
         except BaseException:
             # An interrupted run takes its load along, unless others wait for it: they adopt it.
             if not self._num_waiting(spec):
@@ -273,7 +279,7 @@ class EngineManager:
         return own or max(others, default=0.0)
 
     def _wait_ready(
-        self, process: subprocess.Popen, spec: EngineSpec, state: EngineState, log: Log, expected_s: float
+        self, process: subprocess.Popen, spec: EngineSpec, state: EngineState, log: Log, expected_s: float, done: str
     ) -> EngineClient:
         started = time.monotonic()
         loading_since = 0.0
@@ -295,7 +301,7 @@ class EngineManager:
                 record_failure(state.folder, message, deterministic=own_fault, host=state.host())
                 raise EngineError(message)
             if phase == "waiting":
-                self.retire_idle(log, spec)
+                self.retire_idle(log, spec, done)
             now = time.monotonic()
             if phase == "loading":
                 loading_since = loading_since or now
@@ -312,8 +318,6 @@ class EngineManager:
             wanted: the engine that needs their devices, if one does.
             after_chunks_of: `model_id` of a verifier whose chunks are done.
         """
-        if wanted and wanted.draft_path:
-            after_chunks_of = wanted.model_id
         for state in self.engines():
             if not state.is_alive() or (wanted and state.folder.name == wanted.engine_id):
                 continue

@@ -1,9 +1,12 @@
-"""The `baseline` asset: the undrafted verifier's greedy answers to the evaluation prompts, its speed, its states.
+"""The `baseline` asset: the undrafted verifier's greedy answers to the evaluation prompts, their states, its speed.
 
 Cached per verifier, so a new draft costs one load. The states let the draft be teacher-forced on the sequences that
-are served: greedy decoding with a draft gives the same ones.
+are served: greedy decoding with a draft gives the same ones. Speed is that of an engine that does not capture, which
+costs a load of its own: decoding one by one, a capturing engine is several times slower, and so would every draft look
+several times faster than it is.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -12,11 +15,12 @@ import pyarrow.parquet as pq
 from eagle3_pipeline.data.sequences import SEQUENCE_SCHEMA
 from eagle3_pipeline.evaluation.prompts import read_prompt_bytes
 from eagle3_pipeline.stages import identity as ids
-from eagle3_pipeline.stages.batch_speeds import measure_batch_speeds
 from eagle3_pipeline.stages.capture import captured_tokens, seal_capture
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
+from eagle3_pipeline.stages.engines import open_engine
 from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
-from eagle3_pipeline.stages.templates import chat_template, prompt_rows
+from eagle3_pipeline.stages.speeds import greedy_sampling, measure_batch_speeds, time_answers, warm_up
+from eagle3_pipeline.stages.templates import prompt_rows
 from eagle3_pipeline.store.fingerprint import rows_content_id
 from eagle3_pipeline.store.objects import ArtifactWriter
 from eagle3_pipeline.store.records import written_records
@@ -40,16 +44,28 @@ def materialise_baseline(context: StageContext) -> StageResult:
     return context.materialise(identity, None, lambda writer: _produce(context, identity, writer))
 
 
-def greedy_sampling(context: StageContext) -> dict[str, Any]:
-    """Sampling parameters of the evaluation."""
-    stop = chat_template(context).stop_token_ids
-    return {"temperature": 0.0, "max_tokens": context.spec.evaluation.max_new_tokens, "stop_token_ids": stop}
-
-
 def _produce(context: StageContext, identity: Identity, writer: ArtifactWriter) -> Produced:
-    engine = context.capturing_engine_spec()
+    sequences, starts = _answer(context, identity, writer.folder)
+    tokens = captured_tokens(sequences)
+    records = written_records(writer.folder, context.verifier.geometry(context.spec.capture))
+    seal_capture(context, f"{context.spec.name}: baseline", writer.folder, tokens, records, identity.fingerprint)
+    pq.write_table(pa.Table.from_pylist(sequences, SEQUENCE_SCHEMA), writer.folder / SEQUENCES)
+    speeds, started = _measure_speeds(context, identity, writer.folder)
+    pq.write_table(pa.Table.from_pylist(speeds, SPEED_SCHEMA), writer.folder / SPEEDS)
+    total = sum(row["num_new_tokens"] for row in speeds)
+    elapsed = sum(row["elapsed_s"] for row in speeds)
+    metrics = {
+        "num_prompts": len(sequences),
+        "num_new_tokens": total,
+        "tokens_per_s": total / elapsed,
+        "num_engine_starts": starts + started,
+    }
+    return Produced(rows_content_id(("sequence_id", "input_ids"), sequences), metrics)
+
+
+def _answer(context: StageContext, identity: Identity, folder: Path) -> tuple[list[dict[str, Any]], float]:
+    """Answers with their states in `folder`; engine starts."""
     sequences: list[dict[str, Any]] = []
-    speeds: list[dict[str, Any]] = []
     starts = 0.0
     for category, rows in prompt_rows(context).items():
         batch = PromptBatch(
@@ -57,35 +73,32 @@ def _produce(context: StageContext, identity: Identity, writer: ArtifactWriter) 
             context.scratch(identity) / category,
             rows,
             greedy_sampling(context),
-            writer.folder,
+            folder,
             include_output=True,
             batch_size=context.spec.evaluation.batch_size,
         )
-        answers, speed = run_prompts(context, engine, batch)
+        answers, speed = run_prompts(context, context.capturing_engine_spec(), batch)
         starts += speed["num_engine_starts"]
-        found = [_sequence(row, answers[row["sequence_id"]], category) for row in rows]
-        sequences += found
-        new_tokens = sum(len(s["input_ids"]) - s["num_prompt_tokens"] for s in found)
-        elapsed = new_tokens / max(speed["new_tokens_per_s"], 1e-9)
-        speeds.append(
-            {"category": category, "num_prompts": len(rows), "num_new_tokens": new_tokens, "elapsed_s": elapsed}
-        )
-    sampling = greedy_sampling(context)
-    measure_batch_speeds(context, engine, identity, prompt_rows(context), sampling, writer.folder)
-    pq.write_table(pa.Table.from_pylist(sequences, SEQUENCE_SCHEMA), writer.folder / SEQUENCES)
-    pq.write_table(pa.Table.from_pylist(speeds, SPEED_SCHEMA), writer.folder / SPEEDS)
-    tokens = captured_tokens(sequences)
-    records = written_records(writer.folder, context.verifier.geometry(context.spec.capture))
-    seal_capture(context, f"{context.spec.name}: baseline", writer.folder, tokens, records, identity.fingerprint)
-    total = sum(row["num_new_tokens"] for row in speeds)
-    elapsed = sum(row["elapsed_s"] for row in speeds)
-    metrics = {
-        "num_prompts": len(sequences),
-        "num_new_tokens": total,
-        "tokens_per_s": total / max(elapsed, 1e-9),
-        "num_engine_starts": starts,
-    }
-    return Produced(rows_content_id(("sequence_id", "input_ids"), sequences), metrics)
+        sequences += [_sequence(row, answers[row["sequence_id"]], category) for row in rows]
+    return sequences, starts
+
+
+def _measure_speeds(context: StageContext, identity: Identity, folder: Path) -> tuple[list[dict[str, Any]], float]:
+    """Speed of each category, and at further batch sizes in `folder`; engine starts."""
+    engine, prompts, speeds = context.engine_spec(), prompt_rows(context), []
+    # One connection all along: the engine must not retire between two categories.
+    with open_engine(context, engine, after_chunks=True) as client:
+        warm_up(context, engine, identity, prompts)
+        for category, rows in prompts.items():
+            what, size = f"undrafted {category}", context.spec.evaluation.batch_size
+            timed = time_answers(context, engine, identity, what, rows, size)
+            counts = {"num_prompts": len(rows), "num_new_tokens": timed.num_new_tokens}
+            speeds.append({"category": category, **counts, "elapsed_s": timed.elapsed_s})
+        measure_batch_speeds(context, engine, identity, prompts, folder)
+        if client.started:
+            # Nobody else asked for it, and who comes next need not wait until it has been idle for long.
+            client.request("retire", idle_s=0.0)
+    return speeds, float(client.started)
 
 
 def _sequence(row: dict[str, Any], answer: dict[str, Any], category: str) -> dict[str, Any]:

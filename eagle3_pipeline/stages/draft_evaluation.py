@@ -14,11 +14,11 @@ from eagle3_pipeline.evaluation.acceptance import Acceptance, first_difference, 
 from eagle3_pipeline.evaluation.report import POOLED, data_scale_notes, markdown_report
 from eagle3_pipeline.stages import baseline as baseline_stage
 from eagle3_pipeline.stages import identity as ids
-from eagle3_pipeline.stages.batch_speeds import compare_batch_speeds, measure_batch_speeds
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
 from eagle3_pipeline.stages.draft_checkpoint import run_training_worker, worker_job
 from eagle3_pipeline.stages.engines import open_engine
 from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
+from eagle3_pipeline.stages.speeds import Timed, compare_batch_speeds, measure_batch_speeds, time_answers, warm_up
 from eagle3_pipeline.stages.templates import prompt_rows
 from eagle3_pipeline.store.fingerprint import rows_content_id
 from eagle3_pipeline.store.objects import Artifact, ArtifactWriter
@@ -51,9 +51,7 @@ class Served:
 
     category: str
     acceptance: Acceptance
-    num_new_tokens: int
-    elapsed_s: float
-    answers: dict[str, list[int]]
+    timed: Timed
 
 
 def materialise_evaluation(context: StageContext) -> StageResult:
@@ -88,10 +86,6 @@ def _produce(
     for row in by_batch:
         metrics |= {f"{name}_batch_{row['batch_size']:.0f}": row[name] for name in ("tokens_per_s", "speed_up")}
     notes += data_scale_notes(checkpoint.manifest.metrics)
-    notes.append(
-        "Undrafted speed was measured on the engine that also captures hidden states; `make bench` tells what "
-        "capturing costs on a machine."
-    )
     pq.write_table(pa.Table.from_pylist(rows, EVALUATION_SCHEMA), writer.folder / EVALUATION)
     (writer.folder / REPORT).write_text(markdown_report(context.spec.name, rows, metrics, by_batch, notes))
     return Produced(rows_content_id(CONTENT_COLUMNS, rows), metrics)
@@ -120,25 +114,18 @@ def _serve(
     context: StageContext, identity: Identity, checkpoint: Artifact, folder_of_speeds: Path
 ) -> tuple[list[Served], bool]:
     engine, spec = _engine(context, checkpoint), context.spec.evaluation
-    sampling = baseline_stage.greedy_sampling(context)
-    served = []
+    prompts, served = prompt_rows(context), []
     # One connection all along: the engine must not retire between two categories.
-    with open_engine(context, engine) as client:
-        for category, rows in prompt_rows(context).items():
-            folder = context.scratch(identity) / category
-            # An interrupted measurement is repeated: counters and times of a part cannot be joined.
-            shutil.rmtree(folder, ignore_errors=True)
+    with open_engine(context, engine, after_chunks=True) as client:
+        warm_up(context, engine, identity, prompts)
+        for category, rows in prompts.items():
             before = client.request("counters")
-            batch = PromptBatch(f"serving {category}", folder, rows, sampling, batch_size=spec.batch_size)
-            answers, speed = run_prompts(context, engine, batch)
+            timed = time_answers(context, engine, identity, f"serving {category}", rows, spec.batch_size)
             acceptance = from_counters(before, client.request("counters"), spec.num_speculative_tokens)
             if not acceptance.num_drafts:
                 raise EvaluationError(f"{context.spec.name}: vLLM drafted nothing for category {category}")
-            tokens = {row["sequence_id"]: answers[row["sequence_id"]]["token_ids"] for row in rows}
-            num_new = sum(map(len, tokens.values()))
-            served.append(Served(category, acceptance, num_new, num_new / speed["new_tokens_per_s"], tokens))
-        prompts = prompt_rows(context)
-        measure_batch_speeds(context, engine, identity, prompts, sampling, folder_of_speeds)
+            served.append(Served(category, acceptance, timed))
+        measure_batch_speeds(context, engine, identity, prompts, folder_of_speeds)
     return served, client.started
 
 
@@ -152,7 +139,7 @@ def _compare(
 ) -> tuple[int, int]:
     """Counts answers that differ from the undrafted ones; each must be a near-tie."""
     differences = ties = 0
-    for sequence_id, found in part.answers.items():
+    for sequence_id, found in part.timed.answers.items():
         row = expected[sequence_id]
         prompt = row["input_ids"][: row["num_prompt_tokens"]]
         answer = row["input_ids"][row["num_prompt_tokens"] :]
@@ -189,18 +176,18 @@ def _gap_at(context: StageContext, engine: EngineSpec, identity: Identity, prefi
 def _row(part: Served, speed: dict[str, Any], differences: int, ties: int) -> dict[str, Any]:
     return {
         "category": part.category,
-        "num_prompts": len(part.answers),
-        "num_new_tokens": part.num_new_tokens,
+        "num_prompts": len(part.timed.answers),
+        "num_new_tokens": part.timed.num_new_tokens,
         "num_differences": differences,
         "num_near_ties": ties,
         **_rates(part.acceptance),
-        **_speeds(part.num_new_tokens / part.elapsed_s, speed["num_new_tokens"] / max(speed["elapsed_s"], 1e-9)),
+        **_speeds(part.timed.tokens_per_s, speed["num_new_tokens"] / speed["elapsed_s"]),
     }
 
 
 def _pooled_row(rows: list[dict[str, Any]], served: list[Served], speeds: list[dict[str, Any]]) -> dict[str, Any]:
-    tokens_per_s = sum(p.num_new_tokens for p in served) / sum(p.elapsed_s for p in served)
-    baseline = sum(s["num_new_tokens"] for s in speeds) / max(sum(s["elapsed_s"] for s in speeds), 1e-9)
+    tokens_per_s = sum(p.timed.num_new_tokens for p in served) / sum(p.timed.elapsed_s for p in served)
+    baseline = sum(s["num_new_tokens"] for s in speeds) / sum(s["elapsed_s"] for s in speeds)
     summed = ("num_prompts", "num_new_tokens", "num_differences", "num_near_ties")
     return {
         "category": POOLED,

@@ -8,8 +8,8 @@ from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.stages.preflight import engine_checks, pipeline_checks
 
 
-def open_engine(context: StageContext, engine: EngineSpec) -> EngineClient:
-    """A connection to an engine; a new one is checked before it loads.
+def open_engine(context: StageContext, engine: EngineSpec, after_chunks: bool = False) -> EngineClient:
+    """A connection to an engine; a new one is checked before it loads, and takes over sooner `after_chunks`.
 
     Raises:
         PreflightError: it cannot succeed; every failing line is named.
@@ -21,7 +21,7 @@ def open_engine(context: StageContext, engine: EngineSpec) -> EngineClient:
         if context.spec.resources.dummy_load:
             context.engines.rehearse(chosen, context.log)
 
-    return context.engines.acquire(engine, context.log, before_start=check)
+    return context.engines.acquire(engine, context.log, check, after_chunks)
 
 
 def _require(checks: list[Check]) -> None:

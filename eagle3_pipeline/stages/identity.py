@@ -30,9 +30,9 @@ FORMAT_VERSIONS = {
     SYNTHETIC_GENERATIONS: 1,
     HIDDEN_STATES: 1,
     VOCAB_MAP: 1,
-    BASELINE: 1,
+    BASELINE: 2,
     DRAFT_CHECKPOINT: 1,
-    DRAFT_EVALUATION: 1,
+    DRAFT_EVALUATION: 2,
     PUBLISHED_DRAFT: 1,
 }
 _PASSTHROUGH_KEYS = ("mode", "max_sequence_tokens", "chat_template_kwargs")

@@ -77,7 +77,7 @@ def run_prompts(
         context.engines.worked(client)
     elapsed = max(counts["elapsed_s"], 1e-9)
     speed = {
-        "engine_s": counts["elapsed_s"],
+        "engine_s": elapsed,
         "tokens_per_s": (counts["prompt_tokens"] + counts["new_tokens"]) / elapsed,
         "new_tokens_per_s": counts["new_tokens"] / elapsed,
         "num_reused_rows": counts["reused"],

@@ -70,7 +70,7 @@ def test_the_whole_graph_materialises(home: Home, tiny: PipelineSpec) -> None:
     home.materialise(tiny)
     assert plan(home.context(tiny)).todo == []
     context = home.context(tiny)
-    assert len(context.engines.starts()) == 2, "one engine generates and measures the baseline, one serves the draft"
+    assert len(context.engines.starts()) == 3, "one generates and captures, one is timed, one serves the draft"
     evaluation = context.upstream(ids.DRAFT_EVALUATION).manifest
     assert evaluation.metrics["num_drafts"] > 0
     assert evaluation.metrics["num_differences"] == evaluation.metrics["num_near_ties"]

@@ -70,7 +70,7 @@ def test_a_failed_rehearsal_shows_the_log_and_the_next_fails_at_once(
 def test_an_idle_engine_waits_as_long_as_its_load_took_before_it_makes_room(
     manager: EngineManager, monkeypatch: pytest.MonkeyPatch, load_s: float, own_model: bool, expected_s: float
 ) -> None:
-    """Between half a minute and two; at once (5 s) for the draft of the same model, whose chunks are done."""
+    """Between half a minute and two; at once (5 s) for whoever comes after the chunks of the same model."""
     monkeypatch.setattr("eagle3_pipeline.engine.manager._PATIENCE_S", (30.0, 120.0))
     asked: list[float] = []
 
@@ -83,6 +83,6 @@ def test_an_idle_engine_waits_as_long_as_its_load_took_before_it_makes_room(
     (state.folder / "state.json").write_text(json.dumps({**state.read(), "load_s": load_s}))
     monkeypatch.setattr(EngineClient, "request", request)
     wanted = engine_spec(model_id="m" if own_model else "other", draft_path="draft", num_speculative_tokens=3)
-    manager.retire_idle(lambda _line: None, wanted)
+    manager.retire_idle(lambda _line: None, wanted, after_chunks_of=wanted.model_id)
     monkeypatch.undo()
     assert asked == [expected_s]

@@ -43,6 +43,20 @@ def test_two_pipelines_load_once_each(
     assert len(manager.starts()) == 2
 
 
+@pytest.mark.parametrize("after_chunks", [True, False])
+def test_who_comes_after_the_chunks_takes_over_at_once(
+    manager: EngineManager, monkeypatch: pytest.MonkeyPatch, after_chunks: bool
+) -> None:
+    monkeypatch.setattr("eagle3_pipeline.engine.manager._PATIENCE_S", (4.0, 4.0))
+    monkeypatch.setattr("eagle3_pipeline.engine.manager._SAME_MODEL_PATIENCE_S", 0.2)
+    manager.acquire(engine_spec(), lambda _line: None).close()
+    started = time.monotonic()
+    manager.acquire(engine_spec(max_num_seqs=7), lambda _line: None, after_chunks=after_chunks).close()
+    # Without patience a start of the fake engine takes a second or two.
+    assert (time.monotonic() - started > 4.0) is not after_chunks
+    assert len(manager.starts()) == 2
+
+
 def test_looking_at_an_engine_does_not_keep_it_alive(manager: EngineManager) -> None:
     spec = engine_spec(idle_timeout_s=2.0)
     manager.acquire(spec, lambda _line: None).close()

@@ -85,5 +85,5 @@ def test_the_draft_trains_and_serves(context: StageContext) -> None:
     assert evaluation.metrics["num_drafts"] > 0
     print({k: round(v, 3) for k, v in evaluation.metrics.items()})
     assert publish_draft(context).promoted
-    assert len(context.engines.starts()) == 2
+    assert len(context.engines.starts()) == 3, "capturing, plain, drafted"
     assert context.upstream(ids.DRAFT_EVALUATION)

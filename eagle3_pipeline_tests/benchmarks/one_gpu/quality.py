@@ -7,7 +7,6 @@ call was cut off:
     data            answers, states and the baseline
     train[-NAME]    a draft: without a name of all data; 1k, 4k, muon, ttt5
     usual           `speculators train` on the same data
-    plain           speed without a draft and without capture
     serve[-NAME]-K  serves a draft with K drafted tokens; NAME may be usual too
     table           all that is known, as quality.json
 
@@ -87,7 +86,7 @@ def _step(name: str) -> str:
     served, trained = _SERVE.fullmatch(name), _TRAIN.fullmatch(name)
     draft = (served or trained or [None, None])[1]
     known = draft is None or (draft in DRAFTS and draft != SPEED and not (trained and draft == USUAL))
-    if name in ("data", "usual", "plain", "table") or ((served or trained) and known):
+    if name in ("data", "usual", "table") or ((served or trained) and known):
         return name
     raise argparse.ArgumentTypeError(f"unknown step {name}")
 
@@ -98,7 +97,7 @@ def _needs_s(step: str, arguments: argparse.Namespace) -> float:
         return 0.0
     if step == "usual":
         return (arguments.usual_s or arguments.train_s) + 100
-    return 130.0 if step == "plain" or step.startswith("serve") else 0.0
+    return 130.0 if step.startswith("serve") else 0.0
 
 
 def _work(step: str, quality: Quality, report: Report, arguments: argparse.Namespace) -> Callable[[], object]:
@@ -111,7 +110,7 @@ def _work(step: str, quality: Quality, report: Report, arguments: argparse.Names
         return lambda: train_usual(quality, *limits, arguments.usual_attention)
     if step == "table":
         return lambda: fill_table(quality, report)
-    return quality.make_data if step == "data" else quality.serve_plain
+    return quality.make_data
 
 
 if __name__ == "__main__":

@@ -19,18 +19,15 @@ from eagle3_pipeline.engine.client import EngineClient
 from eagle3_pipeline.errors import DataError, EngineError
 from eagle3_pipeline.stages import draft_evaluation
 from eagle3_pipeline.stages import identity as ids
-from eagle3_pipeline.stages.baseline import greedy_sampling, materialise_baseline
-from eagle3_pipeline.stages.context import Identity, StageContext, StageResult
+from eagle3_pipeline.stages.baseline import materialise_baseline
+from eagle3_pipeline.stages.context import StageContext, StageResult
 from eagle3_pipeline.stages.dataset import materialise_dataset
 from eagle3_pipeline.stages.draft_checkpoint import materialise_checkpoint
 from eagle3_pipeline.stages.draft_evaluation import materialise_evaluation
 from eagle3_pipeline.stages.engines import open_engine
-from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
-from eagle3_pipeline.stages.templates import prompt_rows
 from eagle3_pipeline.stages.verifier_outputs import materialise_outputs
 from eagle3_pipeline.stages.vocab_map import materialise_vocab_map
 from eagle3_pipeline.store.atomic import write_json
-from eagle3_pipeline.store.fingerprint import fingerprint
 from eagle3_pipeline.store.manifest import Manifest
 from eagle3_pipeline_tests.benchmarks.one_gpu.quality_prompts import write_evaluation, write_prompts
 
@@ -207,7 +204,7 @@ class Quality:
         shutil.rmtree(source)
 
     def make_data(self) -> None:
-        """Answers and states of all chunks, and the baseline, by one engine."""
+        """Answers and states of all chunks, by one engine, and the baseline."""
         context = self.context(FULL)
         chunks = context.all_chunks()
         left = [chunk for chunk in chunks if not self._is_made(context, chunk)]
@@ -217,7 +214,6 @@ class Quality:
             with open_engine(context, context.capturing_engine_spec()), ThreadPoolExecutor(2) as pool:
                 # One chunk is checked and published while the next is generated.
                 list(pool.map(self._make_chunk, left))
-                materialise_baseline(context)
         materialise_baseline(context)
         materialise_vocab_map(context)
 
@@ -317,23 +313,6 @@ class Quality:
         identity = ids.evaluation_identity(context.spec, *(made.content_id for made in contents if made))
         found = context.cached(identity)
         return (found.manifest, found.folder) if found else None
-
-    def serve_plain(self) -> None:
-        """The undrafted verifier's speed on an engine that does not capture, at batch 1 and the others."""
-        context = self.context(FULL)
-        engine, found = context.engine_spec(), {}
-        rows = [row for part in prompt_rows(context).values() for row in part]
-        inputs = {"prompts": [row["sequence_id"] for row in rows]}
-        identity = Identity("quality_plain", 1, {}, inputs, fingerprint("quality_plain", 1, {}, inputs))
-        with open_engine(context, engine):
-            # The first is a warm-up.
-            for what, size in [("warm-up", max(self.sizes.batches)), *((str(n), n) for n in (1, *self.sizes.batches))]:
-                folder = context.scratch(identity) / what
-                shutil.rmtree(folder, ignore_errors=True)
-                sampling = greedy_sampling(context)
-                batch = PromptBatch(f"undrafted, {what}", folder, rows, sampling, batch_size=size)
-                found[what] = run_prompts(context, engine, batch)[1]["new_tokens_per_s"]
-        self.write_note("plain", found)
 
     def retire(self) -> None:
         """Ends engines that nobody uses; one at work for another process stays."""

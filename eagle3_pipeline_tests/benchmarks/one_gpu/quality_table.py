@@ -33,17 +33,13 @@ _TRAINED = (
 def fill_table(quality: Quality, report: Report) -> None:
     """Rows of everything that ran; says what did not."""
     _data(quality, report)
-    plain = quality.read_note("plain")
-    for batch, speed in plain.items():
-        if batch != "warm-up":
-            report.row("undrafted", f"plain engine, batch {batch}", speed, "new tok/s")
     for name in [draft for draft in DRAFTS if draft not in (SPEED, USUAL)]:
         _trained(quality, report, name)
     _usual(quality, report)
     for name in [draft for draft in DRAFTS if draft != SPEED]:
         for num_tokens in range(1, _MOST_TOKENS + 1):
             if found := quality.served(name, num_tokens):
-                _served(report, f"{name}, {num_tokens} drafted", *found, plain)
+                _served(report, f"{name}, {num_tokens} drafted", *found)
     _judge(quality, report)
 
 
@@ -102,7 +98,7 @@ def _usual(quality: Quality, report: Report) -> None:
     report.log(f"usual: checkpoint {found['checkpoint']}; validation by epoch: {found['validation']}")
 
 
-def _served(report: Report, part: str, manifest: Manifest, folder: Path, plain: dict[str, float]) -> None:
+def _served(report: Report, part: str, manifest: Manifest, folder: Path) -> None:
     for row in pq.read_table(folder / EVALUATION).to_pylist():
         where = "all" if row["category"] == POOLED else row["category"]
         report.row(part, f"{where} ({row['num_prompts']}): acceptance length", row["acceptance_length"])
@@ -110,13 +106,13 @@ def _served(report: Report, part: str, manifest: Manifest, folder: Path, plain: 
             for position, rate in enumerate(row["acceptance_rates"], 1):
                 report.row(part, f"all: draft token {position} accepted", rate)
             report.row(part, "all: answers that differ from the undrafted", row["num_differences"])
-            _speeds(report, part, row, manifest, plain)
+            _speeds(report, part, row, manifest)
     if "simulated_accepted_per_draft" in manifest.metrics:
         simulated = 1 + manifest.metrics["simulated_accepted_per_draft"]
         report.row(part, "all: acceptance length, teacher-forced", simulated)
 
 
-def _speeds(report: Report, part: str, pooled: dict[str, Any], manifest: Manifest, plain: dict[str, float]) -> None:
+def _speeds(report: Report, part: str, pooled: dict[str, Any], manifest: Manifest) -> None:
     speeds = {"1": (pooled["tokens_per_s"], pooled["speed_up"])}
     for name, value in manifest.metrics.items():
         if name.startswith("tokens_per_s_batch_"):
@@ -124,9 +120,7 @@ def _speeds(report: Report, part: str, pooled: dict[str, Any], manifest: Manifes
             speeds[batch] = value, manifest.metrics[f"speed_up_batch_{batch}"]
     for batch, (speed, speed_up) in speeds.items():
         report.row(part, f"batch {batch}", speed, "new tok/s")
-        report.row(part, f"batch {batch}: speed-up over the capturing engine", speed_up)
-        if batch in plain:
-            report.row(part, f"batch {batch}: speed-up over a plain engine", speed / plain[batch])
+        report.row(part, f"batch {batch}: speed-up", speed_up)
 
 
 def _judge(quality: Quality, report: Report) -> None:

@@ -29,10 +29,10 @@ from eagle3_pipeline.evaluation.report import POOLED
 from eagle3_pipeline.stages import baseline as baseline_stage
 from eagle3_pipeline.stages import draft_evaluation, verifier_outputs
 from eagle3_pipeline.stages import identity as ids
-from eagle3_pipeline.stages.batch_speeds import compare_batch_speeds
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
 from eagle3_pipeline.stages.current import current_chunks
 from eagle3_pipeline.stages.draft_checkpoint import CONFIG, WEIGHTS
+from eagle3_pipeline.stages.speeds import compare_batch_speeds
 from eagle3_pipeline.stages.vocab_map import VOCAB_MAP_FILE
 from eagle3_pipeline.store.fingerprint import digest, file_checksum, fingerprint, rows_content_id
 from eagle3_pipeline.store.objects import Artifact, ArtifactWriter
