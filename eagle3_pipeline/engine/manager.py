@@ -32,7 +32,7 @@ _LONGEST_LOG_LINE = 160
 # client (with ten runs that start at once on two cores: 15 s), and two pipelines that took turns at every chunk would
 # load at every chunk. As long as a load takes is the right order: whoever waits less may pay for a load too many.
 _PATIENCE_S = (30.0, 120.0)
-# Evaluation and training come after all chunks of their pipeline, so engines of the same model are done.
+# Training and what is timed come after all chunks of their pipeline, so engines of the same model are done.
 _SAME_MODEL_PATIENCE_S = 5.0
 
 
@@ -104,14 +104,14 @@ class EngineManager:
             log(f"reusing the engine {spec.describe()} (pid {state.read().get('pid')})")
         return client
 
-    def rehearse(self, spec: EngineSpec, log: Log) -> None:
+    def rehearse(self, spec: EngineSpec, log: Log, after_chunks: bool = False) -> None:
         """Starts an engine of this spec with random weights and stops it: what does not fit fails without their load.
 
         Raises:
             EngineError: it does not start; the message holds its log's tail.
         """
         rehearsal = replace(spec, load_format="dummy", max_engines=1)
-        with self.acquire(rehearsal, log) as client:
+        with self.acquire(rehearsal, log, after_chunks=after_chunks) as client:
             client.request("shutdown")
         _wait_gone(EngineState(self.folder / rehearsal.engine_id))
 

@@ -28,6 +28,7 @@ class EngineSpec:
         num_gpus: GPUs to lease; 0: the CPU slot.
         max_engines: most engines of this spec at a time.
         instance: number among the engines of this spec; the manager gives it.
+        timed: its speed is measured, so it serves nothing else.
         gpu_memory_utilization: share of GPU memory.
         cpu_kvcache_gib: KV cache on a CPU machine.
         gpu_kvcache_gib: KV cache of each GPU; None: what the share of memory leaves.
@@ -54,6 +55,7 @@ class EngineSpec:
     num_gpus: int = 0
     max_engines: int = 1
     instance: int = 0
+    timed: bool = False
     gpu_memory_utilization: float = 0.85
     cpu_kvcache_gib: float = 1.0
     gpu_kvcache_gib: float | None = None
@@ -90,6 +92,8 @@ class EngineSpec:
             parts.append("with random weights")
         if self.draft_path:
             parts.append(f"with a draft of {self.num_speculative_tokens} tokens")
+        if self.timed:
+            parts.append("(timed)")
         if self.instance:
             parts.append(f"(engine {self.instance + 1} of its kind)")
         return " ".join(parts)

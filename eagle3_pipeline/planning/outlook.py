@@ -12,6 +12,7 @@ from eagle3_pipeline.errors import ConfigError
 from eagle3_pipeline.planning.costs import SEQUENCE_BYTES_PER_TOKEN
 from eagle3_pipeline.stages.context import StageContext
 
+_NUM_LOADS = 3
 _NUM_AUX_LAYERS = 3
 _BF16_BYTES = 2
 
@@ -29,7 +30,8 @@ class Outlook:
         generation_s: sampling the answers; 0 where the data set's own are kept.
         capture_s: prefilling the sequences, where that is a pass of its own.
         training_s: all epochs.
-        gpu_hours: load, generation or capture, and training, times their GPUs.
+        gpu_hours: three loads (for the chunks, to time the undrafted verifier, to serve the draft), generation or
+            capture, and training, times their GPUs.
     """
 
     num_samples: int
@@ -82,7 +84,7 @@ def outlook(spec: PipelineSpec, num_samples: int, num_tokens: int, bytes_per_tok
     generation = _seconds(num_sampled, assumed.generation_tokens_per_s)
     capture = _seconds(num_tokens, assumed.capture_tokens_per_s)
     trained = _seconds(num_tokens * training.epochs, assumed.training_tokens_per_s)
-    engine = [assumed.load_s, generation, *([] if _one_pass(spec) else [capture])]
+    engine = [*[assumed.load_s] * _NUM_LOADS, generation, *([] if _one_pass(spec) else [capture])]
     return Outlook(
         num_samples,
         num_tokens,
@@ -165,6 +167,7 @@ def outlook_text(
         f"- {each:,} tokens a sample ({'as given' if tokens_each else budget}), {spec.training.epochs} epochs",
         f"- {per_token:,} B per token with {layers} layers of {hidden_size:,} bf16 values",
     ]
+    notes.append(f"- {_NUM_LOADS} loads: for the chunks, to time the undrafted verifier, to serve the draft")
     if one_pass:
         notes.append("* Only where captured apart: states come with the answers, in one pass, and are not in the sum.")
     return "\n".join([tabulate(rows, header, disable_numparse=True), "", *notes])

@@ -137,6 +137,10 @@ class StageContext:
             max_shard_bytes=self.spec.capture.max_shard_bytes,
         )
 
+    def timed_engine_spec(self, **changes: Any) -> EngineSpec:
+        """An engine that answers the evaluation prompts and nothing beside them."""
+        return self.engine_spec(timed=True, max_engines=1, **changes)
+
     def require_capture_space(self, folder: Path, num_tokens: int) -> None:
         """Refuses a capture of `num_tokens` (at most) that the volume of `folder` cannot hold.
 

@@ -107,7 +107,7 @@ def _simulate(
 
 def _engine(context: StageContext, checkpoint: Artifact) -> EngineSpec:
     tokens = context.spec.evaluation.num_speculative_tokens
-    return context.engine_spec(draft_path=str(checkpoint.folder), num_speculative_tokens=tokens)
+    return context.timed_engine_spec(draft_path=str(checkpoint.folder), num_speculative_tokens=tokens)
 
 
 def _serve(

@@ -19,7 +19,7 @@ def open_engine(context: StageContext, engine: EngineSpec, after_chunks: bool = 
     def check(chosen: EngineSpec) -> None:
         _require([*pipeline_checks(context), *engine_checks(context, chosen, context.verifier)])
         if context.spec.resources.dummy_load:
-            context.engines.rehearse(chosen, context.log)
+            context.engines.rehearse(chosen, context.log, after_chunks)
 
     return context.engines.acquire(engine, context.log, check, after_chunks)
 

@@ -75,9 +75,11 @@ def time_answers(
 
 def warm_up(context: StageContext, engine: EngineSpec, identity: Identity, prompts: Prompts) -> None:
     """Short answers at every batch size that is measured: an engine compiles some kernels when they are needed."""
-    for size in (context.spec.evaluation.batch_size, *context.spec.evaluation.other_batch_sizes):
+    evaluation = context.spec.evaluation
+    tokens = min(_WARM_UP_TOKENS, evaluation.max_new_tokens)
+    for size in (evaluation.batch_size, *evaluation.other_batch_sizes):
         rows = _some(prompts, 2 * size)
-        time_answers(context, engine, identity, f"warming up batch {size}", rows, size, max_tokens=_WARM_UP_TOKENS)
+        time_answers(context, engine, identity, f"warming up batch {size}", rows, size, max_tokens=tokens)
 
 
 def measure_batch_speeds(

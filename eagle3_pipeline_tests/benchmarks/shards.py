@@ -18,12 +18,12 @@ _MAX_SHARD_BYTES = 2**31
 
 def run() -> dict[str, Any]:
     """GiB/s of the disk alone, of writers of six chunks at once, and until all is sealed."""
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as temporary:
-        folder = Path(temporary)
-        # Memory that a virtual machine was not given yet is slower than its disk.
-        disk_gib_per_s(folder, 2**31)
-        found = {"disk alone (GiB/s)": disk_gib_per_s(folder, 2**31)}
-        return found | _write_and_seal(folder)
+    found: dict[str, Any] = {}
+    # The second time counts: memory that a virtual machine was not given yet is slower than its disk.
+    for _ in range(2):
+        with tempfile.TemporaryDirectory(dir=Path.cwd()) as temporary:
+            found = {"disk alone (GiB/s)": disk_gib_per_s(Path(temporary), 2**31), **_write_and_seal(Path(temporary))}
+    return found
 
 
 def _write_and_seal(folder: Path) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def test_a_day(home: Path) -> None:
         # Six chunks, through the daemon: the runs are queued, not executed by the command.
         output = wait("a heartbeat", lambda: through_daemon(home) and eagle3("materialize", NAME))
         assert "6 runs queued, first: dataset, synthetic_generations, hidden_states of chunk 000000" in output
-        assert "2 engine starts" in output
+        assert "3 engine starts" in output
         assert plan(context()).todo == []
         start(server)
         wait("a night without news", lambda: skipped(server, 1))

@@ -1,0 +1,116 @@
+"""The undrafted verifier: answers and states from the capturing engine, speed from one that does nothing else."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from eagle3_pipeline.config import PipelineSpec
+from eagle3_pipeline.engine.spec import EngineSpec
+from eagle3_pipeline.errors import EngineError
+from eagle3_pipeline.stages import baseline, speeds
+from eagle3_pipeline.stages.context import StageContext
+from eagle3_pipeline_tests.fake_engine import FAKE_BACKEND
+from eagle3_pipeline_tests.tiny_model import make_tiny_llama
+
+NUM_PROMPTS, NEW_TOKENS = 3, 6
+
+
+@pytest.fixture
+def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StageContext]:
+    for name in [name for name in os.environ if name.startswith("EAGLE3_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("EAGLE3_ENGINE_BACKEND", FAKE_BACKEND)
+    monkeypatch.setattr("eagle3_pipeline.engine.manager._SAME_MODEL_PATIENCE_S", 0.2)
+    make_tiny_llama(tmp_path / "tiny")
+    prompts = [json.dumps({"category": f"c{i % 2}", "prompt": f"tell {i}"}) + "\n" for i in range(NUM_PROMPTS)]
+    (tmp_path / "prompts.jsonl").write_text("".join(prompts))
+    spec = PipelineSpec.model_validate(
+        {
+            "name": "timed",
+            "verifier": {"model": str(tmp_path / "tiny")},
+            "dataset": {"path": "none"},
+            "generation": {"max_new_tokens": 6, "max_sequence_tokens": 96},
+            "training": {"batch_tokens": 96},
+            "evaluation": {
+                "prompts": str(tmp_path / "prompts.jsonl"),
+                "max_new_tokens": NEW_TOKENS,
+                "other_batch_sizes": [2],
+            },
+            "resources": {"num_gpus": 0, "max_engines": 4},
+        }
+    )
+    made = StageContext(spec, lambda _line: None, tmp_path / "home", num_gpus=0)
+    yield made
+    made.engines.stop_all(lambda _line: None)
+
+
+def engines(context: StageContext) -> list[EngineSpec]:
+    """Specs in the order of their starts."""
+    folder = context.engines.folder
+    return [EngineSpec.from_json((folder / s["engine_id"] / "spec.json").read_text()) for s in context.engines.starts()]
+
+
+def test_speed_is_that_of_an_engine_that_neither_captures_nor_stays(context: StageContext) -> None:
+    made = baseline.materialise_baseline(context)
+    captures, timed = engines(context)
+    assert captures.layer_ids and not timed.layer_ids and timed.timed
+    assert captures.max_engines == 4 and timed.max_engines == 1, "who is asked for counters is who does the work"
+    assert made.manifest.metrics["num_engine_starts"] == 2
+    assert not context.engines.is_running(timed), "nobody waits until it has been idle for long"
+    rows = {row["category"]: row for row in pq.read_table(made.artifact.path(baseline.SPEEDS)).to_pylist()}
+    # Two prompts of c0 and one of c1, all of the length that the fake engine gives; the warm-up is not among them.
+    assert {name: row["num_prompts"] for name, row in rows.items()} == {"c0": 2, "c1": 1}
+    sequences = pq.read_table(made.artifact.path(baseline.SEQUENCES)).to_pylist()
+    new = {row["sequence_id"]: len(row["input_ids"]) - row["num_prompt_tokens"] for row in sequences}
+    assert sum(row["num_new_tokens"] for row in rows.values()) == sum(new.values())
+    (batch,) = pq.read_table(made.artifact.path(speeds.BATCH_SPEEDS)).to_pylist()
+    assert (batch["batch_size"], batch["num_new_tokens"]) == (2, sum(new.values()))
+
+
+def test_answers_of_a_life_that_ended_before_the_timing_are_kept(
+    context: StageContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise EngineError("the second load failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(baseline, "_measure_speeds", fail)
+        with pytest.raises(EngineError, match="the second load failed"):
+            baseline.materialise_baseline(context)
+    context.engines.stop_all(lambda _line: None)
+    made = baseline.materialise_baseline(context)
+    assert [bool(engine.layer_ids) for engine in engines(context)] == [True, False], "the capturing engine once"
+    assert len(pq.read_table(made.artifact.path(baseline.SEQUENCES))) == NUM_PROMPTS
+    assert len(pq.read_table(made.artifact.path("index.parquet"))) == NUM_PROMPTS
+
+
+def test_what_cannot_be_timed_is_not_answered_either(context: StageContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(spec: EngineSpec) -> None:
+        if spec.timed:
+            raise EngineError("it failed before")
+
+    monkeypatch.setattr(context.engines, "require_startable", refuse)
+    with pytest.raises(EngineError, match="it failed before"):
+        baseline.materialise_baseline(context)
+    assert context.engines.starts() == []
+
+
+def test_short_answers_warm_up_with_as_few_tokens(context: StageContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight tokens more than a prompt that leaves room for two would be refused, after both loads."""
+    asked: list[int] = []
+
+    def time_answers(*args: Any, **changes: Any) -> speeds.Timed:
+        asked.append(changes["max_tokens"])
+        return speeds.Timed({}, 1.0)
+
+    monkeypatch.setattr(speeds, "time_answers", time_answers)
+    for most in (2, 100):
+        evaluation = context.spec.evaluation.model_copy(update={"max_new_tokens": most})
+        short = StageContext(context.spec.model_copy(update={"evaluation": evaluation}), home=context.home, num_gpus=0)
+        speeds.warm_up(short, short.timed_engine_spec(), None, {"c": [{}] * 4})  # type: ignore[arg-type]
+    assert asked == [2, 2, 8, 8]
