@@ -25,6 +25,8 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StageCo
     for name in [name for name in os.environ if name.startswith("EAGLE3_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("EAGLE3_ENGINE_BACKEND", FAKE_BACKEND)
+    # Who waited for an engine of the chunks as for any other would wait longer than a test may take.
+    monkeypatch.setattr("eagle3_pipeline.engine.manager._PATIENCE_S", (600.0, 600.0))
     monkeypatch.setattr("eagle3_pipeline.engine.manager._SAME_MODEL_PATIENCE_S", 0.2)
     make_tiny_llama(tmp_path / "tiny")
     prompts = [json.dumps({"category": f"c{i % 2}", "prompt": f"tell {i}"}) + "\n" for i in range(NUM_PROMPTS)]
