@@ -37,16 +37,18 @@ _GREEDY = {"temperature": 0.0, "max_tokens": 1}
 
 @dataclass(frozen=True)
 class _Model:
-    """A verifier behind two engines, one plain, one that captures; `changes` of their specs."""
+    """A verifier behind two engines, one plain, one that captures; `changes` of their specs; the other's scheduling."""
 
     name: str
     plain: StageContext
     ours: StageContext
     changes: dict[str, Any]
+    async_scheduling: bool
 
     def __post_init__(self) -> None:
         capturing = self.ours.capturing_engine_spec
-        self.ours.capturing_engine_spec = lambda: replace(capturing(), **self.changes)  # type: ignore[method-assign]
+        changes = {**self.changes, "async_scheduling": self.async_scheduling}
+        self.ours.capturing_engine_spec = lambda: replace(capturing(), **changes)  # type: ignore[method-assign]
 
     def engine(self, captures: bool) -> EngineSpec:
         return self.ours.capturing_engine_spec() if captures else replace(self.plain.engine_spec(), **self.changes)
@@ -141,7 +143,7 @@ class Capture:
         make_tokenizer(self.home / folder)
         cache = self.sizes.small_kvcache_gib if name == SMALL else self.sizes.large_kvcache_gib
         plain, ours = (self._context(f"{folder}-{kind}", folder, longest, cache) for kind in ("plain", "ours"))
-        return _Model(name, plain, ours, changes)
+        return _Model(name, plain, ours, changes, self.sizes.async_scheduling)
 
     def _context(self, name: str, model: str, longest: int, kvcache_gib: float) -> StageContext:
         """A home, and so a pool, of its own: engines that share the GPU do not wait for each other's lease."""

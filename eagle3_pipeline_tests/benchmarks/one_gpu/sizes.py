@@ -85,6 +85,7 @@ class Sizes:
         start_s: seconds that all engines are expected to take to start.
         trainings: drafts to train.
         train_start_s: seconds until a training takes its first step; what takes three times as long is ended.
+        async_scheduling: of the engines that capture.
     """
 
     small: Shape
@@ -106,6 +107,7 @@ class Sizes:
     start_s: float
     trainings: tuple[Training, ...]
     train_start_s: float
+    async_scheduling: bool = False
 
     def only(self, shapes: list[str]) -> "Sizes":
         """The same without what is measured of other shapes."""
