@@ -183,7 +183,7 @@ class EvaluationSpec(Section):
 
     prompts: str = locator("builtin:demo", "JSONL of {category, prompt}, or builtin:demo; ${VAR} is expanded")
     num_speculative_tokens: int = semantic(3, "tokens drafted per step", ge=1)
-    max_new_tokens: int = semantic(64, "longest answer in tokens", ge=1)
+    max_new_tokens: int = semantic(64, "longest answer in tokens; a draft proposes after the first", ge=2)
     batch_size: int = semantic(1, "prompts decoded at once where acceptance is counted", ge=1)
     other_batch_sizes: list[int] = semantic([], "further numbers of prompts decoded at once, for their speed only")
     simulation_tolerance: float = execution(

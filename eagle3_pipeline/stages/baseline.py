@@ -19,7 +19,7 @@ from eagle3_pipeline.evaluation.prompts import read_prompt_bytes
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.capture import captured_tokens, seal_capture
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
-from eagle3_pipeline.stages.engines import open_engine
+from eagle3_pipeline.stages.engines import timed_engine
 from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
 from eagle3_pipeline.stages.speeds import greedy_sampling, measure_batch_speeds, time_answers, warm_up
 from eagle3_pipeline.stages.templates import prompt_rows
@@ -105,8 +105,7 @@ def _answer(context: StageContext, identity: Identity, folder: Path) -> tuple[li
 def _measure_speeds(context: StageContext, identity: Identity, folder: Path) -> tuple[list[dict[str, Any]], float]:
     """Speed of each category, and at further batch sizes in `folder`; engine starts."""
     engine, prompts, speeds = context.timed_engine_spec(), prompt_rows(context), []
-    # One connection all along: the engine must not retire between two categories.
-    with open_engine(context, engine, after_chunks=True) as client:
+    with timed_engine(context, engine) as client:
         warm_up(context, engine, identity, prompts)
         for category, rows in prompts.items():
             what, size = f"undrafted {category}", context.spec.evaluation.batch_size

@@ -16,7 +16,7 @@ from eagle3_pipeline.stages import baseline as baseline_stage
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
 from eagle3_pipeline.stages.draft_checkpoint import run_training_worker, worker_job
-from eagle3_pipeline.stages.engines import open_engine
+from eagle3_pipeline.stages.engines import timed_engine
 from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
 from eagle3_pipeline.stages.speeds import Timed, compare_batch_speeds, measure_batch_speeds, time_answers, warm_up
 from eagle3_pipeline.stages.templates import prompt_rows
@@ -115,8 +115,7 @@ def _serve(
 ) -> tuple[list[Served], bool]:
     engine, spec = _engine(context, checkpoint), context.spec.evaluation
     prompts, served = prompt_rows(context), []
-    # One connection all along: the engine must not retire between two categories.
-    with open_engine(context, engine, after_chunks=True) as client:
+    with timed_engine(context, engine) as client:
         warm_up(context, engine, identity, prompts)
         for category, rows in prompts.items():
             before = client.request("counters")

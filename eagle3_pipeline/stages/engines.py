@@ -1,11 +1,15 @@
 """Opens engines for stages: what cannot succeed is refused before the load."""
 
+import contextlib
+from collections.abc import Iterator
+
 from eagle3_pipeline.engine.client import EngineClient
 from eagle3_pipeline.engine.preflight import Check
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import PreflightError
 from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.stages.preflight import engine_checks, pipeline_checks
+from eagle3_pipeline.store.atomic import exclusive
 
 
 def open_engine(context: StageContext, engine: EngineSpec, after_chunks: bool = False) -> EngineClient:
@@ -22,6 +26,21 @@ def open_engine(context: StageContext, engine: EngineSpec, after_chunks: bool = 
             context.engines.rehearse(chosen, context.log, after_chunks)
 
     return context.engines.acquire(engine, context.log, check, after_chunks)
+
+
+@contextlib.contextmanager
+def timed_engine(context: StageContext, engine: EngineSpec) -> Iterator[EngineClient]:
+    """An engine whose speed is measured: it answers for one pipeline at a time, and does not retire in between.
+
+    Raises:
+        PreflightError, EngineError: as `open_engine`.
+    """
+    lock, what = context.engines.folder / f"{engine.engine_id}.timing", f"the timing of {engine.describe()}"
+    with (
+        exclusive(lock, what, wait=True, on_wait=context.log),
+        open_engine(context, engine, after_chunks=True) as client,
+    ):
+        yield client
 
 
 def _require(checks: list[Check]) -> None:

@@ -109,7 +109,9 @@ def _join(
     """Places of one chunk's sequences; appends the chunk's shards to `shards`, the first at `first`."""
     index = read_index(chunk.hidden_states).to_pydict()
     row_of = {sequence_id: i for i, sequence_id in enumerate(index["sequence_id"])}
-    paths = [chunk.hidden_states / shard_name(i) for i in range(max(index["shard"], default=-1) + 1)]
+    # Numbers have holes: a capture that was begun again goes on after the shards of its first life.
+    position_of = {number: i for i, number in enumerate(sorted(set(index["shard"])))}
+    paths = [chunk.hidden_states / shard_name(number) for number in position_of]
     shard_ids = [_check_shard(path, num_layers, hidden_size) for path in paths]
     shards += map(str, paths)
     lengths, ids = _flatten(table["input_ids"])
@@ -130,7 +132,7 @@ def _join(
             raise TrainingError(
                 f"{where} has no hidden states in {chunk.hidden_states}; materialise hidden_states[{chunk.chunk}] again"
             )
-        shard, row_start, num_rows = index["shard"][row], index["row_start"][row], index["num_tokens"][row]
+        shard, row_start, num_rows = position_of[index["shard"][row]], index["row_start"][row], index["num_tokens"][row]
         _check_ids(where, ids[start : start + n - 1], shard_ids[shard][row_start : row_start + num_rows])
         places[:, i] = first + shard, row_start, num_rows
         keep[start] = False

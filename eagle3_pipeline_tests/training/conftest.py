@@ -97,8 +97,10 @@ def rows(verifier: tuple[Path, LlamaForCausalLM]) -> list[Row]:
     return made
 
 
-def write_chunk(folder: Path, model: LlamaForCausalLM, rows: list[Row], skip: Collection[str] = ()) -> dict[str, str]:
-    """Writes a chunk; the sequences in `skip` get no states."""
+def write_chunk(
+    folder: Path, model: LlamaForCausalLM, rows: list[Row], skip: Collection[str] = (), lives: int = 1
+) -> dict[str, str]:
+    """Writes a chunk; the sequences in `skip` get no states; all `lives` but the last end before it is published."""
     folder.mkdir(parents=True)
     table = pa.Table.from_pylist(
         [{**vars(row), "turn": 0, "text": ""} for row in rows],
@@ -115,17 +117,15 @@ def write_chunk(folder: Path, model: LlamaForCausalLM, rows: list[Row], skip: Co
     )
     pq.write_table(table, folder / "sequences.parquet")
     geometry = Geometry((*AUX_LAYER_IDS, LAYERS), HIDDEN)
-    # Small shards, so that a chunk has several; sequences go in backwards, so that order in a shard means nothing.
-    appender = ShardAppender(folder / "states", geometry.row_bytes, 4096 + 30 * geometry.row_bytes)
-    records = []
-    for row in reversed(rows):
-        if row.sequence_id in skip:
-            continue
-        states = capture(model, row.input_ids)
-        records.append(appender.append(row.sequence_id, memoryview(states.view(torch.uint16).numpy())))
-    appender.close()
     tokens = {row.sequence_id: np.array(row.input_ids[:-1], dtype=np.int32) for row in rows}
-    seal_shards(folder / "states", records, tokens, geometry, {})
+    for _ in range(lives):
+        # Small shards, so that a chunk has several; sequences go in backwards, so that order in a shard means nothing.
+        appender = ShardAppender(folder / "states", geometry.row_bytes, 4096 + 30 * geometry.row_bytes)
+        captured = [row for row in reversed(rows) if row.sequence_id not in skip]
+        states = {row.sequence_id: capture(model, row.input_ids).view(torch.uint16).numpy() for row in captured}
+        records = [appender.append(name, memoryview(values)) for name, values in states.items()]
+        appender.close()
+        seal_shards(folder / "states", records, tokens, geometry, {})
     return {
         "chunk": folder.name,
         "sequences": str(folder / "sequences.parquet"),

@@ -88,6 +88,20 @@ def test_missing_sequence_is_an_error(tmp_path: Path, verifier: Verifier, rows: 
         load(chunk)
 
 
+def test_a_chunk_that_was_captured_again_is_read_as_any_other(
+    tmp_path: Path, verifier: Verifier, rows: list[Row]
+) -> None:
+    """Killed between sealing and publishing, it is captured into further shards, and the first ones are removed."""
+    once, again = (
+        HiddenStateDataset(load(write_chunk(tmp_path / f"00000{lives}", verifier[1], rows[:6], lives=lives)), range(6))
+        for lives in (1, 2)
+    )
+    assert not (tmp_path / "000002" / "states" / "shard-00000.safetensors").exists()
+    for one, other in zip(map(once.__getitem__, range(6)), map(again.__getitem__, range(6)), strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(torch.as_tensor(one[key]), torch.as_tensor(other[key])) for key in one)
+
+
 def test_rows_of_other_tokens_are_an_error(tmp_path: Path, verifier: Verifier, rows: list[Row]) -> None:
     chunk = write_chunk(tmp_path / "000007", verifier[1], rows[:3])
     table = pq.read_table(chunk["sequences"])
