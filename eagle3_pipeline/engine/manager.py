@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from eagle3_pipeline.store import atomic
 from eagle3_pipeline.workers import log_end, log_tail
 
 Log = Callable[[str], None]
+Ask = Callable[[], None]
 _POLL_S = 0.2
 # For questions whose answer nobody depends on.
 _POLITE_S = 5.0
@@ -78,6 +80,7 @@ class EngineManager:
                 return found
             spec = found
         state = EngineState(self.folder / spec.engine_id)
+        make_room = partial(self.retire_idle, log, spec, spec.model_id if after_chunks else "")
         # Chunks that find it running do not wait for each other: at work its answers take time.
         if client := self._reused(spec, state, log):
             return client
@@ -86,13 +89,12 @@ class EngineManager:
             if client := self._reused(spec, state, log):
                 return client
             self._require_untripped(spec)
-            done = spec.model_id if after_chunks else ""
-            if client := self._adopt(state, log, done):
+            if client := self._adopt(state, log, make_room):
                 client.waited_s = time.monotonic() - asked
                 return client
             if before_start:
                 before_start(spec)
-            client = self._start(spec, state, log, done)
+            client = self._start(spec, state, log, make_room)
             client.started, client.waited_s = True, time.monotonic() - asked
             client.may_sample = _may_sample(client)
             return client
@@ -231,7 +233,7 @@ class EngineManager:
         """Tells the circuit breaker that an engine finished a job."""
         reset_failures(client.folder)
 
-    def _adopt(self, state: EngineState, log: Log, done: str) -> EngineClient | None:
+    def _adopt(self, state: EngineState, log: Log, make_room: Ask) -> EngineClient | None:
         """Waits for a host whose starter was killed: it loads, or waits for the device, with nobody behind it."""
         if state.is_alive():
             log(f"waiting for an engine that somebody else started (pid {state.read().get('pid')})")
@@ -239,11 +241,11 @@ class EngineManager:
             if client := living_client(state):
                 return client
             if state.read().get("phase") == "waiting":
-                self.retire_idle(log, state.spec(), done)
+                make_room()
             time.sleep(_POLL_S)
         return None
 
-    def _start(self, spec: EngineSpec, state: EngineState, log: Log, done: str) -> EngineClient:
+    def _start(self, spec: EngineSpec, state: EngineState, log: Log, make_room: Ask) -> EngineClient:
         expected_s = self._expected_load_s(spec)
         took = f"; the last load of this model took {expected_s:.0f} s" if expected_s else ""
         state.prepare(spec)
@@ -265,7 +267,7 @@ class EngineManager:
                 env={**os.environ, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO")},
             )
         try:
-            return self._wait_ready(process, spec, state, log, expected_s, done)
+            return self._wait_ready(process, spec, state, log, expected_s, make_room)
         except BaseException:
             # An interrupted run takes its load along, unless others wait for it: they adopt it.
             if not self._num_waiting(spec):
@@ -279,7 +281,7 @@ class EngineManager:
         return own or max(others, default=0.0)
 
     def _wait_ready(
-        self, process: subprocess.Popen, spec: EngineSpec, state: EngineState, log: Log, expected_s: float, done: str
+        self, process: subprocess.Popen, spec: EngineSpec, state: EngineState, log: Log, load_s: float, make_room: Ask
     ) -> EngineClient:
         started = time.monotonic()
         loading_since = 0.0
@@ -301,12 +303,12 @@ class EngineManager:
                 record_failure(state.folder, message, deterministic=own_fault, host=state.host())
                 raise EngineError(message)
             if phase == "waiting":
-                self.retire_idle(log, spec, done)
+                make_room()
             now = time.monotonic()
             if phase == "loading":
                 loading_since = loading_since or now
             if now >= next_report:
-                log(_progress(phase, now - started, now - loading_since if loading_since else 0.0, expected_s, state))
+                log(_progress(phase, now - started, now - loading_since if loading_since else 0.0, load_s, state))
                 next_report += _REPORT_EVERY_S
             time.sleep(_POLL_S)
 
@@ -370,10 +372,7 @@ class EngineManager:
     @contextlib.contextmanager
     def lease(self, count: int, holder: str, timeout_s: float, log: Log, model_id: str) -> Iterator[Lease]:
         """Devices for work without an engine (training on the chunks of `model_id`); idle engines make room first."""
-
-        def make_room() -> None:
-            self.retire_idle(log, after_chunks_of=model_id)
-
+        make_room = partial(self.retire_idle, log, after_chunks_of=model_id)
         make_room()
         with self.pool.acquire(count, holder, timeout_s, log, make_room) as lease:
             yield lease

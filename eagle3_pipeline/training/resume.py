@@ -25,7 +25,7 @@ _UNREADABLE = (
     EOFError,
     ValueError,
     TypeError,
-    KeyError,
+    LookupError,
     pickle.UnpicklingError,
     zipfile.BadZipFile,
 )

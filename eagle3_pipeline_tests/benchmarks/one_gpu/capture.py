@@ -137,7 +137,7 @@ class Capture:
         loads, generation = (
             (sizes.small_loads, sizes.small_generation) if small else (sizes.large_loads, sizes.large_generation)
         )
-        return max(generation.longest, *(1 + load.mean_tokens * 6 // 5 for load in loads), 0)
+        return max([generation.longest, *(1 + load.mean_tokens * 6 // 5 for load in loads)])
 
     def _model(self, name: str, folder: str, longest: int, changes: dict[str, Any]) -> "_Model":
         make_tokenizer(self.home / folder)
