@@ -28,7 +28,6 @@ class EngineSpec:
         num_gpus: GPUs to lease; 0: the CPU slot.
         max_engines: most engines of this spec at a time.
         instance: number among the engines of this spec; the manager gives it.
-        async_scheduling: a capturing engine schedules a step while the one before it runs; others do as vLLM chooses.
         timed: its speed is measured, so it serves nothing else.
         gpu_memory_utilization: share of GPU memory.
         cpu_kvcache_gib: KV cache on a CPU machine.
@@ -56,7 +55,6 @@ class EngineSpec:
     num_gpus: int = 0
     max_engines: int = 1
     instance: int = 0
-    async_scheduling: bool = False
     timed: bool = False
     gpu_memory_utilization: float = 0.85
     cpu_kvcache_gib: float = 1.0
@@ -90,8 +88,6 @@ class EngineSpec:
         parts = [Path(self.model_path).name, self.dtype]
         if self.layer_ids:
             parts.append(f"capturing layers {list(self.layer_ids)}")
-        if self.async_scheduling:
-            parts.append("with asynchronous scheduling")
         if self.load_format == "dummy":
             parts.append("with random weights")
         if self.draft_path:

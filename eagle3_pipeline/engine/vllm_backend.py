@@ -41,11 +41,9 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
             arguments["kv_cache_memory_bytes"] = round(spec.gpu_kvcache_gib * 2**30)
     if spec.layer_ids:
         arguments |= _capture_arguments(spec)
-        # vLLM's own asynchronous scheduler drafts, and a sequence that ends on an accepted token has a last row then
-        # that was never computed (seen with vLLM 0.24: the token before the last one repeats its predecessor).
-        arguments["async_scheduling"] = spec.async_scheduling
-        if spec.async_scheduling:
-            arguments["scheduler_cls"] = "eagle3_pipeline.engine.vllm_scheduler.CaptureScheduler"
+        # With asynchronous scheduling a sequence that ends on an accepted token has a last row that was never computed
+        # (seen with vLLM 0.24: the token before the last one repeats its predecessor).
+        arguments["async_scheduling"] = False
     if spec.draft_path:
         arguments["speculative_config"] = {
             "method": "eagle3",

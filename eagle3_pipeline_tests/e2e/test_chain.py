@@ -1,12 +1,10 @@
 """The whole chain with real vLLM on CPU. Tests of this module run in order and share what they materialise."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from eagle3_pipeline.config import PipelineSpec
-from eagle3_pipeline.engine.state import EngineState
 from eagle3_pipeline.planning import Status, plan
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.dataset import materialise_dataset
@@ -154,21 +152,3 @@ def _training() -> dict:
     from eagle3_pipeline_tests.e2e.conftest import PIPELINE
 
     return PIPELINE["training"]
-
-
-def test_states_captured_while_the_next_step_is_scheduled_match_transformers(home: Home, tiny: PipelineSpec) -> None:
-    """vLLM's own asynchronous scheduler drafts, and leaves the last row of some sequences uncomputed."""
-    spec = home.write_pipeline("tiny_async", generation={"temperature": 0.8})
-    home.sync(spec)
-    context = home.context(spec)
-    engine = replace(context.capturing_engine_spec(), async_scheduling=True)
-    context.capturing_engine_spec = lambda: engine  # type: ignore[method-assign]
-    materialise_dataset(context, "000000")
-    made = materialise_outputs(context, "000000")
-    assert made.generations and made.hidden_states
-    assert made.hidden_states.manifest.metrics["one_pass"] == 1
-    log = EngineState(context.engines.folder / engine.engine_id).log
-    assert "CaptureScheduler" in log.read_text(), "vLLM took it"
-    assert_states_match_transformers(
-        home.path / "models" / "tiny", made.generations.artifact, made.hidden_states.artifact
-    )

@@ -7,7 +7,6 @@ known. Weights are random: speed does not depend on them.
 import argparse
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report, made_folder, run_in_home
@@ -24,7 +23,6 @@ def main() -> int:
     parser.add_argument("--out", type=made_folder, required=True, help="folder of the results and of logs")
     parser.add_argument("--part", choices=list(PARTS), action="append", help="default: all")
     parser.add_argument("--shape", choices=(SMALL, LARGE), action="append", help="of models and drafts; default: all")
-    parser.add_argument("--async-scheduling", action="store_true", help="of the engines that capture")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on the CPU")
     parser.add_argument("--budget-s", type=float, default=3600.0, help="what does not fit is reported as not run")
     parser.add_argument("--work", type=made_folder, help="parent of the temporary folder of models and shards")
@@ -33,7 +31,6 @@ def main() -> int:
         os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     report = Report(arguments.out / "one_gpu.json", 0 if arguments.rehearse else 1, arguments.budget_s)
     sizes, num_gpus = (ON_CPU, 0) if arguments.rehearse else (ON_GPU, 1)
-    sizes = replace(sizes, async_scheduling=arguments.async_scheduling)
     if arguments.shape:
         sizes = sizes.only(arguments.shape)
 

@@ -37,18 +37,16 @@ _GREEDY = {"temperature": 0.0, "max_tokens": 1}
 
 @dataclass(frozen=True)
 class _Model:
-    """A verifier behind two engines, one plain, one that captures; `changes` of their specs; the other's scheduling."""
+    """A verifier behind two engines, one plain, one that captures; `changes` of their specs."""
 
     name: str
     plain: StageContext
     ours: StageContext
     changes: dict[str, Any]
-    async_scheduling: bool
 
     def __post_init__(self) -> None:
         capturing = self.ours.capturing_engine_spec
-        changes = {**self.changes, "async_scheduling": self.async_scheduling}
-        self.ours.capturing_engine_spec = lambda: replace(capturing(), **changes)  # type: ignore[method-assign]
+        self.ours.capturing_engine_spec = lambda: replace(capturing(), **self.changes)  # type: ignore[method-assign]
 
     def engine(self, captures: bool) -> EngineSpec:
         return self.ours.capturing_engine_spec() if captures else replace(self.plain.engine_spec(), **self.changes)
@@ -72,10 +70,10 @@ class Capture:
 
     def run(self) -> None:
         """The most telling first."""
-        step = self.report.step
+        step, sizes = self.report.step, self.sizes
         writing = [
-            weights.start(self.home / "small", self.sizes.small, head_only=False),
-            weights.start(self.home / "large", self.sizes.large, head_only=True),
+            weights.start(self.home / "small", sizes.small, head_only=False),
+            weights.start(self.home / "large", sizes.large, head_only=True),
         ]
         try:
             step("touching memory", 10, self._touch_memory)
@@ -85,19 +83,24 @@ class Capture:
         finally:
             for process in writing:
                 process.kill()
-        models = small, large = [
+        small, large = [
             self._model(SMALL, "small", self._longest(True), {}),
             self._model(LARGE, "large", self._longest(False), {"load_format": "dummy"}),
         ]
-        client = UsualClient(self.home / "client", self.home / "small", self._layers(small), self._server_arguments())
+        models = [model for model, loads in ((small, sizes.small_loads), (large, sizes.large_loads)) if loads]
+        client = None
+        if sizes.small_loads:
+            folder, verifier = self.home / "client", self.home / "small"
+            client = UsualClient(folder, verifier, self._layers(small), self._server_arguments())
         try:
-            step("starting all engines", self.sizes.start_s, lambda: self._start(models))
-            if self.sizes.small_loads:
+            step("starting all engines", sizes.start_s, lambda: self._start(models))
+            if client:
                 self._run_small(small, client)
-            if self.sizes.large_loads:
+            if sizes.large_loads:
                 self._run_large(large)
         finally:
-            client.stop()
+            if client:
+                client.stop()
             for model in models:
                 for context in (model.plain, model.ours):
                     context.engines.stop_all(self.report.log)
@@ -143,7 +146,7 @@ class Capture:
         make_tokenizer(self.home / folder)
         cache = self.sizes.small_kvcache_gib if name == SMALL else self.sizes.large_kvcache_gib
         plain, ours = (self._context(f"{folder}-{kind}", folder, longest, cache) for kind in ("plain", "ours"))
-        return _Model(name, plain, ours, changes, self.sizes.async_scheduling)
+        return _Model(name, plain, ours, changes)
 
     def _context(self, name: str, model: str, longest: int, kvcache_gib: float) -> StageContext:
         """A home, and so a pool, of its own: engines that share the GPU do not wait for each other's lease."""
@@ -209,7 +212,8 @@ class Capture:
             self._prefill(model, captures, f"{part} warm-up", dict(list(sequences.items())[:8]))
         speed = self._prefill(model, False, part, {name: ids[:-1] for name, ids in sequences.items()})
         plain = num_tokens / speed["engine_s"]
-        wall_s = self._publish(model, part, sequences, self.sizes.chunks)
+        wall_s, published = self._publish(model, part, sequences, load.num_chunks)
+        self.report.check(f"{part}: the states of every token are published", published == num_tokens, published)
         self.report.row(part, PLAIN, plain, "tok/s")
         self.report.row(part, OURS, num_tokens / wall_s, "tok/s")
         written = num_tokens * len(self._layers(model)) * model.ours.verifier.hidden_size * 2
@@ -240,8 +244,8 @@ class Capture:
         shutil.rmtree(folder)
         return speed
 
-    def _publish(self, model: "_Model", name: str, sequences: Tokens, num_chunks: int) -> float:
-        """Seconds in which the stage publishes the states of all sequences, as chunks, some at a time.
+    def _publish(self, model: "_Model", name: str, sequences: Tokens, num_chunks: int) -> tuple[float, float]:
+        """Seconds in which the stage publishes the states of all sequences, as chunks, some at a time; their tokens.
 
         A backfill does the same: while one chunk is flushed and checked, the engine works on the next.
         """
@@ -260,8 +264,10 @@ class Capture:
             context.materialise(identity, chunk, write)
         started = time.monotonic()
         with ThreadPoolExecutor(self.sizes.chunks_at_once) as pool:
-            list(pool.map(lambda chunk: materialise_outputs(context, chunk, generations=False), chunks))
-        return time.monotonic() - started
+            made = list(pool.map(lambda chunk: materialise_outputs(context, chunk, generations=False), chunks))
+        elapsed = time.monotonic() - started
+        states = [outputs.hidden_states for outputs in made]
+        return elapsed, sum(found.manifest.metrics["num_tokens"] for found in states if found)
 
     def _parity(self, model: "_Model") -> None:
         """Layers of some captured sequences against Transformers in float32."""

@@ -13,11 +13,13 @@ class Load:
         mean_tokens: mean length.
         num_sequences: how many are captured by this project.
         num_client: how many of them by the usual client; 0: not measured.
+        num_chunks: into how many the load is cut.
     """
 
     mean_tokens: int
     num_sequences: int
     num_client: int
+    num_chunks: int
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,11 @@ class Sizes:
             for two steps more while they are captured.
         batch_tokens, batch_sequences: of one engine step.
         concurrency: of the usual client.
-        chunks, chunks_at_once: into how many a load is cut, and how many are captured at the same time.
+        chunks_at_once: how many chunks are captured at the same time.
         touched_gib: of the host's memory, used once before anything is measured.
         start_s: seconds that all engines are expected to take to start.
         trainings: drafts to train.
         train_start_s: seconds until a training takes its first step; what takes three times as long is ended.
-        async_scheduling: of the engines that capture.
     """
 
     small: Shape
@@ -101,13 +102,11 @@ class Sizes:
     batch_tokens: int
     batch_sequences: int
     concurrency: int
-    chunks: int
     chunks_at_once: int
     touched_gib: int
     start_s: float
     trainings: tuple[Training, ...]
     train_start_s: float
-    async_scheduling: bool = False
 
     def only(self, shapes: list[str]) -> "Sizes":
         """The same without what is measured of other shapes."""
@@ -125,8 +124,9 @@ _8B = Shape(4096, 14336, 32, 32, 8, 128, 128256)
 ON_GPU = Sizes(
     small=_SMOLLM2,
     large=_8B,
-    small_loads=(Load(204, 24_000, 3_000), Load(2000, 1_000, 300)),
-    large_loads=(Load(204, 6_000, 0), Load(2000, 1_000, 0)),
+    small_loads=(Load(204, 24_000, 3_000, 12), Load(2000, 1_000, 300, 12)),
+    # 44 GiB of states each, which a disk of 64 GiB takes.
+    large_loads=(Load(204, 7_000, 0, 24), Load(2000, 700, 0, 24)),
     num_compared=20,
     # What is decoded at once fits the cache of each of a model's engines.
     small_generation=Generation(2048, 64, 128),
@@ -137,7 +137,6 @@ ON_GPU = Sizes(
     batch_tokens=32_768,
     batch_sequences=1024,
     concurrency=128,
-    chunks=12,
     chunks_at_once=6,
     touched_gib=32,
     start_s=150.0,
@@ -152,8 +151,8 @@ ON_CPU = Sizes(
     small=TINY,
     large=TINY,
     # vLLM's own connector copies on a CUDA stream.
-    small_loads=(Load(48, 40, 0),),
-    large_loads=(Load(48, 40, 0),),
+    small_loads=(Load(48, 40, 0, 2),),
+    large_loads=(Load(48, 40, 0, 2),),
     num_compared=4,
     small_generation=Generation(18, 16, 8),
     large_generation=Generation(18, 16, 8),
@@ -163,7 +162,6 @@ ON_CPU = Sizes(
     batch_tokens=512,
     batch_sequences=16,
     concurrency=4,
-    chunks=2,
     chunks_at_once=2,
     touched_gib=1,
     start_s=60.0,
