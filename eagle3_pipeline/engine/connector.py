@@ -53,6 +53,8 @@ class ShardConnector(ExampleHiddenStatesConnector):
         self._appenders_lock = threading.Lock()
         self._bytes_in_flight = 0
         self._freed = threading.Condition()
+        # Reached when the steps before the current one are computed.
+        self._computed: torch.cuda.Event | None = None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Pins memory for two steps' states, which would hold up the first steps that need it."""
@@ -62,6 +64,17 @@ class ShardConnector(ExampleHiddenStatesConnector):
             num_groups = math.ceil(min(2 * step_tokens * self._row_bytes, _MOST_IN_FLIGHT) / _GROUP_BYTES)
             # Freed at once: PyTorch keeps what it has pinned, for requests of up to as many bytes and over half of it.
             _ = [torch.empty(_GROUP_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(num_groups)]
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """The start of a step, before its computation is queued.
+
+        What ended is copied while the step computes. Behind it the copy would hold up the few bytes of the sampled
+        tokens, which travel the same way and which the engine waits for before it schedules the next step.
+        """
+        super().bind_connector_metadata(connector_metadata)
+        if self._is_tp_rank_zero and self._kv_cache.device.type == "cuda":
+            self._computed = torch.cuda.Event()
+            self._computed.record()
 
     def get_finished_count(self) -> int:
         """How many ranks report a request as copied: the one that copies it."""
@@ -123,9 +136,8 @@ class ShardConnector(ExampleHiddenStatesConnector):
         if cache.device.type == "cpu":
             # Read in place, before the blocks are used again.
             return extract_from_kv_cache(cache, slots, len(slots)).to(torch.bfloat16), _CopyDone()
-        stream, computed, copied = self._get_copy_stream(), torch.cuda.Event(), torch.cuda.Event()
-        computed.record()
-        stream.wait_event(computed)
+        stream, copied = self._get_copy_stream(), torch.cuda.Event()
+        stream.wait_event(self._computed)
         with torch.cuda.stream(stream):
             there = slots.pin_memory().to(cache.device, non_blocking=True)
             found = extract_from_kv_cache(cache, there, len(slots)).to(torch.bfloat16)

@@ -4,6 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,6 +92,35 @@ def test_a_step_is_taken_over_once(tmp_path: Path) -> None:
     assert made.get_finished(set())[0] is None
     made._executor.shutdown()
     assert len(read_records(tmp_path)[0]) == 1
+
+
+def test_copies_wait_for_the_steps_before_and_not_for_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the current step they would hold up its sampled tokens, for which the engine waits."""
+    queued: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            self.behind = list(queued)
+
+    class Waits(Exception):
+        """Ends the copy, which needs a GPU from here on."""
+
+    def wait_event(event: Event) -> None:
+        raise Waits(*event.behind)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    made = _connector(0, [])
+    made._kv_cache = SimpleNamespace(device=SimpleNamespace(type="cuda"))  # type: ignore[assignment]
+    made._get_copy_stream = lambda: SimpleNamespace(wait_event=wait_event)  # type: ignore[method-assign]
+    for step in ("first", "second"):
+        pending = [_save(tmp_path / step, 3, [1])]
+        made.bind_connector_metadata(ExampleHiddenStatesConnectorMetadata(pending_saves=pending))
+        queued.append(step)
+        with pytest.raises(Waits) as waits:
+            made.get_finished({step})
+        assert list(waits.value.args) == queued[:-1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
