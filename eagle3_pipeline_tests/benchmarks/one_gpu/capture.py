@@ -71,10 +71,11 @@ class Capture:
     def run(self) -> None:
         """The most telling first."""
         step, sizes = self.report.step, self.sizes
-        writing = [
-            weights.start(self.home / "small", sizes.small, head_only=False),
-            weights.start(self.home / "large", sizes.large, head_only=True),
-        ]
+        writing = []
+        if sizes.small_loads:
+            writing.append(weights.start(self.home / "small", sizes.small, head_only=False))
+        if sizes.large_loads:
+            writing.append(weights.start(self.home / "large", sizes.large, head_only=True))
         try:
             step("touching memory", 10, self._touch_memory)
             step("writing the verifiers", 10, lambda: [process.wait() for process in writing])
@@ -83,20 +84,16 @@ class Capture:
         finally:
             for process in writing:
                 process.kill()
-        small, large = [
-            self._model(SMALL, "small", self._longest(True), {}),
-            self._model(LARGE, "large", self._longest(False), {"load_format": "dummy"}),
-        ]
-        models = [model for model, loads in ((small, sizes.small_loads), (large, sizes.large_loads)) if loads]
-        client = None
-        if sizes.small_loads:
-            folder, verifier = self.home / "client", self.home / "small"
-            client = UsualClient(folder, verifier, self._layers(small), self._server_arguments())
+        dummy = {"load_format": "dummy"}
+        small = self._model(SMALL, "small", self._longest(True), {}) if sizes.small_loads else None
+        large = self._model(LARGE, "large", self._longest(False), dummy) if sizes.large_loads else None
+        models = [model for model in (small, large) if model]
+        client = self._client(small) if small else None
         try:
             step("starting all engines", sizes.start_s, lambda: self._start(models))
-            if client:
+            if small and client:
                 self._run_small(small, client)
-            if sizes.large_loads:
+            if large:
                 self._run_large(large)
         finally:
             if client:
@@ -104,6 +101,10 @@ class Capture:
             for model in models:
                 for context in (model.plain, model.ours):
                     context.engines.stop_all(self.report.log)
+
+    def _client(self, model: "_Model") -> UsualClient:
+        folder, verifier = self.home / "client", self.home / "small"
+        return UsualClient(folder, verifier, self._layers(model), self._server_arguments())
 
     def _run_small(self, model: "_Model", client: UsualClient) -> None:
         step = self.report.step
