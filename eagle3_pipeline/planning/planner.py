@@ -142,8 +142,9 @@ class _Planner:
         status, reason = Status.FRESH, ""
         if manifest is None:
             previous = self._history.previous(identity, reference)
-            status = Status.STALE if previous else Status.MISSING
-            reason = changes(previous, identity) if previous else "never materialised"
+            lost = self._history.lost(identity, reference)
+            status = Status.STALE if previous and not lost else Status.MISSING
+            reason = lost or (changes(previous, identity) if previous else "never materialised")
         elif reason := damage(Artifact(folder, manifest)):
             status = Status.CORRUPT
         if known := manifest or previous:

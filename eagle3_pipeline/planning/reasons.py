@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 from eagle3_pipeline.stages.context import Identity, StageContext
@@ -17,6 +18,17 @@ class History:
     def __init__(self, context: StageContext) -> None:
         self._store = context.store
         self._by_inputs: dict[str, dict[str, Manifest]] = {}
+
+    def lost(self, identity: Identity, reference: Reference | None) -> str:
+        """What became of this very artifact if it was made; empty: it was not."""
+        if why := self._quarantine.get((identity.stage, identity.fingerprint)):
+            return f"was found damaged and is in quarantine: {why}"
+        gone = reference is not None and reference.fingerprint == identity.fingerprint
+        return "is gone from the store" if gone else ""
+
+    @cached_property
+    def _quarantine(self) -> dict[tuple[str, str], str]:
+        return self._store.quarantined()
 
     def previous(self, identity: Identity, reference: Reference | None) -> Manifest | None:
         """What an artifact that is not there is compared with."""

@@ -1,6 +1,7 @@
 """`objects/<stage>/<fingerprint>/`: open, write, publish, verify, quarantine."""
 
 import contextlib
+import json
 import os
 import shutil
 import time
@@ -13,6 +14,8 @@ from eagle3_pipeline.store import atomic
 from eagle3_pipeline.store.fingerprint import file_checksum
 from eagle3_pipeline.store.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest, tool_versions, utc_now
 from eagle3_pipeline.store.threads import in_threads
+
+_QUARANTINED = "quarantined.json"
 
 
 @dataclass(frozen=True)
@@ -165,8 +168,19 @@ class Store:
         target = self.root / "quarantine" / f"{folder.parent.name}-{folder.name}-{time.time_ns()}"
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(folder, target)
-        atomic.write_json(target / "quarantined.json", {"reason": reason, "was": str(folder), "at": utc_now()})
+        atomic.write_json(target / _QUARANTINED, {"reason": reason, "was": str(folder), "at": utc_now()})
         return target
+
+    def quarantined(self) -> dict[tuple[str, str], str]:
+        """Why artifacts were moved to quarantine, by stage and fingerprint; of several reasons the last."""
+        found: dict[tuple[str, str], str] = {}
+        for path in sorted((self.root / "quarantine").glob(f"*/{_QUARANTINED}")):
+            # Garbage collection may remove it meanwhile; what a kill left torn tells nothing.
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                told = json.loads(path.read_text())
+                was = Path(told["was"])
+                found[was.parent.name, was.name] = told["reason"]
+        return found
 
     def _refuse(self, artifact: Artifact, problem: str) -> None:
         target = self.quarantine(artifact.folder, problem)

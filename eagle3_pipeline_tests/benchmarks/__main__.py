@@ -28,7 +28,7 @@ PARTS = {
 def main() -> None:
     """Runs the parts and prints one table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[], metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--output", type=Path, default=Path("bench.json"), help="JSON file of the results")
     arguments = parser.parse_args()
     results: dict[str, dict[str, Any]] = {}

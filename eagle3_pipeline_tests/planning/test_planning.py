@@ -1,6 +1,7 @@
 """Plans: fresh, missing, stale with the key that changed, pending, corrupt."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -221,15 +222,33 @@ def test_a_damaged_artifact_is_corrupt_and_what_needs_it_waits(filled: StageCont
 def test_a_deleted_artifact_is_missing(filled: StageContext) -> None:
     (_artifact_folder(filled, ids.VOCAB_MAP, None) / "manifest.json").unlink()
     todo = _todo(plan(filled))
-    assert todo[ids.VOCAB_MAP, ""] == ("missing", "never materialised")
+    assert todo[ids.VOCAB_MAP, ""] == ("missing", "is gone from the store")
     assert todo[ids.DRAFT_CHECKPOINT, ""] == ("pending", "waits for vocab_map")
+
+
+def test_an_artifact_in_quarantine_is_missing_for_that_reason(filled: StageContext) -> None:
+    """Of several times that it was found damaged the last one is told; another artifact's does not count."""
+    for reason, chunk in (("first", "000001"), ("last", "000001"), ("other", "000002")):
+        folder = _artifact_folder(filled, ids.HIDDEN_STATES, chunk)
+        kept = folder.with_suffix(".kept")
+        shutil.copytree(folder, kept)
+        filled.store.quarantine(folder, reason)
+        if reason != "last":
+            kept.rename(folder)
+    (filled.store.root / "quarantine" / "torn").mkdir()
+    (filled.store.root / "quarantine" / "torn" / "quarantined.json").write_text("{")
+    assert _todo(plan(filled))[ids.HIDDEN_STATES, "000001"] == (
+        "missing",
+        "was found damaged and is in quarantine: last",
+    )
+    assert (ids.HIDDEN_STATES, "000002") not in _todo(plan(filled))
 
 
 def test_a_partial_folder_is_no_artifact(filled: StageContext) -> None:
     folder = _artifact_folder(filled, ids.BASELINE, None)
     folder.rename(folder.with_name(folder.name + ".partial"))
     todo = _todo(plan(filled))
-    assert todo[ids.BASELINE, ""] == ("missing", "never materialised")
+    assert todo[ids.BASELINE, ""] == ("missing", "is gone from the store")
     assert todo[ids.DRAFT_EVALUATION, ""] == ("pending", "waits for baseline")
 
 

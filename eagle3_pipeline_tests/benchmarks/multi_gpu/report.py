@@ -103,6 +103,7 @@ class Report:
     def finish(self) -> int:
         """Prints the table; the exit code: 0 if all was run and every check passed."""
         measured = [[r["part"], r["what"], r["value"], r["unit"]] for r in self.rows]
+        self._write()
         print(f"\n{self.num_gpus} GPUs {sorted(set(self._facts['gpu_names']))}; {self._facts['machine']}")
         print(f"{self._facts['versions']}\n")
         print(tabulate(measured, ["part", "measured", "value", "unit"], floatfmt=",.3f"))
@@ -112,6 +113,8 @@ class Report:
             print(f"FAIL {check['what']}: {check['found']}")
         for line in self.not_run:
             print(f"not run: {line}")
+        if not self.checks:
+            print("nothing was checked: the exit code says failure")
         return 1 if failed or self.not_run or not self.checks else 0
 
     def _elapsed(self) -> float:

@@ -28,8 +28,8 @@ def start(folder: Path, shape: Shape, head_only: bool) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-m", __name__, str(path)], stdin=subprocess.DEVNULL)
 
 
-def write(folder: Path, shape: Shape, head_only: bool) -> int:
-    """Writes config and weights; returns bytes."""
+def write(folder: Path, shape: Shape, head_only: bool) -> None:
+    """Writes config and weights."""
     folder.mkdir(parents=True, exist_ok=True)
     LlamaConfig(
         architectures=["LlamaForCausalLM"],
@@ -62,7 +62,6 @@ def write(folder: Path, shape: Shape, head_only: bool) -> int:
         total += sum(t.numel() * t.element_size() for t in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": names}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return total
 
 
 def _head(shape: Shape) -> Shapes:
@@ -103,4 +102,4 @@ def _draw(name: str, size: tuple[int, ...], shape: Shape) -> torch.Tensor:
 if __name__ == "__main__":
     _spec = json.loads(Path(sys.argv[1]).read_text())
     torch.manual_seed(0)
-    print(write(Path(_spec["folder"]), Shape(**_spec["shape"]), _spec["head_only"]))
+    write(Path(_spec["folder"]), Shape(**_spec["shape"]), _spec["head_only"])

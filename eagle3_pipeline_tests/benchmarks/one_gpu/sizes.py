@@ -165,6 +165,6 @@ ON_CPU = Sizes(
     chunks_at_once=2,
     touched_gib=1,
     start_s=60.0,
-    trainings=(Training("tiny shape", DraftSize(TINY, 128, 256, 1, 12), 30, 60, 2, 3),),
+    trainings=tuple(Training(name, DraftSize(TINY, 128, 256, 1, 12), 30, 60, 2, 3) for name in (LARGE, SMALL)),
     train_start_s=40.0,
 )
