@@ -125,7 +125,7 @@ ON_GPU = Sizes(
     small=_SMOLLM2,
     large=_8B,
     small_loads=(Load(204, 24_000, 3_000, 12), Load(2000, 1_000, 300, 12)),
-    # 44 GiB of states each, which a disk of 64 GiB takes.
+    # 43 GiB of states each, which a disk of 64 GiB takes.
     large_loads=(Load(204, 7_000, 0, 24), Load(2000, 700, 0, 24)),
     num_compared=20,
     # What is decoded at once fits the cache of each of a model's engines.
