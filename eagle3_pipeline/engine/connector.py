@@ -22,7 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     extract_from_kv_cache,
 )
 
-from eagle3_pipeline.store.shards import ShardAppender
+from eagle3_pipeline.store.appender import ShardAppender
+from eagle3_pipeline.store.shards import Geometry
 
 # Bytes of captured states that wait for the disk in pinned memory.
 _MOST_IN_FLIGHT = 4 * 2**30
@@ -47,8 +48,9 @@ class ShardConnector(ExampleHiddenStatesConnector):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._row_bytes = self._kv_transfer_config.get_from_extra_config("row_bytes", 0)
-        self._max_shard_bytes = self._kv_transfer_config.get_from_extra_config("max_shard_bytes", 0)
+        settings = self._kv_transfer_config.kv_connector_extra_config
+        self._geometry = Geometry(tuple(settings["layer_ids"]), settings["hidden_size"])
+        self._max_shard_bytes = settings["max_shard_bytes"]
         self._appenders: dict[str, ShardAppender] = {}
         self._appenders_lock = threading.Lock()
         self._bytes_in_flight = 0
@@ -61,7 +63,7 @@ class ShardConnector(ExampleHiddenStatesConnector):
         super().register_kv_caches(kv_caches)
         if self._is_tp_rank_zero and self._kv_cache.device.type == "cuda":
             step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
-            num_groups = math.ceil(min(2 * step_tokens * self._row_bytes, _MOST_IN_FLIGHT) / _GROUP_BYTES)
+            num_groups = math.ceil(min(2 * step_tokens * self._geometry.row_bytes, _MOST_IN_FLIGHT) / _GROUP_BYTES)
             # Freed at once: PyTorch keeps what it has pinned, for requests of up to as many bytes and over half of it.
             _ = [torch.empty(_GROUP_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(num_groups)]
 
@@ -110,7 +112,7 @@ class ShardConnector(ExampleHiddenStatesConnector):
             slots = [_slots(one.block_ids, len(one.token_ids), self._block_size) for one in group]
             # A request that was aborted has places for a part of its tokens.
             lengths = [len(places) for places in slots]
-            self._reserve(sum(lengths) * self._row_bytes)
+            self._reserve(sum(lengths) * self._geometry.row_bytes)
             states, event = self._copy(torch.cat(slots))
             for one in group:
                 self._req_copy_events[one.req_id] = event
@@ -121,7 +123,7 @@ class ShardConnector(ExampleHiddenStatesConnector):
         group: list[Any] = []
         num_bytes = 0
         for one in pending:
-            own = len(one.token_ids) * self._row_bytes
+            own = len(one.token_ids) * self._geometry.row_bytes
             if group and num_bytes + own > _GROUP_BYTES:
                 yield group
                 group, num_bytes = [], 0
@@ -158,7 +160,7 @@ class ShardConnector(ExampleHiddenStatesConnector):
                 start = end
         finally:
             with self._freed:
-                self._bytes_in_flight -= sum(lengths) * self._row_bytes
+                self._bytes_in_flight -= sum(lengths) * self._geometry.row_bytes
                 self._freed.notify_all()
 
     def _reserve(self, num_bytes: int) -> None:
@@ -174,7 +176,7 @@ class ShardConnector(ExampleHiddenStatesConnector):
             for gone in [name for name, appender in self._appenders.items() if not appender.is_current()]:
                 self._appenders.pop(gone).close()
             if str(folder) not in self._appenders:
-                self._appenders[str(folder)] = ShardAppender(folder, self._row_bytes, self._max_shard_bytes)
+                self._appenders[str(folder)] = ShardAppender(folder, self._geometry, self._max_shard_bytes)
             return self._appenders[str(folder)]
 
 

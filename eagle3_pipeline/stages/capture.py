@@ -19,6 +19,7 @@ from eagle3_pipeline.store.shards import (
     ShardRecord,
     bf16_to_float32,
     map_states,
+    read_ahead,
     read_index,
     seal_shards,
     shard_name,
@@ -81,7 +82,7 @@ def seal_capture(
         "fingerprint": fingerprint,
     }
     index = seal_shards(folder, [records[i] for i in tokens], tokens, geometry, metadata)
-    return check_states(folder, index, tokens, geometry, context.spec.capture.min_layer_variance, where)
+    return check_states(folder, index, tokens, geometry, context.spec.capture.min_layer_variance, where, records)
 
 
 def check_answers(context: StageContext, where: str, folder: Path, rows: list[dict]) -> dict[str, float]:
@@ -114,12 +115,15 @@ def answer_states(folder: Path, rows: list[dict]) -> tuple[np.ndarray, np.ndarra
     known = [(row, j) for row in rows for j in range(len(row["input_ids"]) - 1) if row["loss_mask"][j + 1]]
     index = {row["sequence_id"]: row for row in read_index(folder).to_pylist()}
     shards = {number: map_states(folder / shard_name(number))[0] for number in {r["shard"] for r in index.values()}}
-    states, tokens = [], []
-    for row, j in (known[position] for position in spread_rows(len(known))):
-        place = index[row["sequence_id"]]
-        states.append(shards[place["shard"]][place["row_start"] + j, -1])
-        tokens.append(row["input_ids"][j + 1])
-    return bf16_to_float32(np.stack(states)), np.asarray(tokens)
+    chosen = [known[position] for position in spread_rows(len(known))]
+    places = [(index[row["sequence_id"]], j) for row, j in chosen]
+    rows_of: dict[int, list[int]] = {number: [] for number in shards}
+    for place, j in places:
+        rows_of[place["shard"]].append(place["row_start"] + j)
+    for number, wanted in rows_of.items():
+        read_ahead(folder / shard_name(number), wanted)
+    states = [shards[place["shard"]][place["row_start"] + j, -1] for place, j in places]
+    return bf16_to_float32(np.stack(states)), np.asarray([row["input_ids"][j + 1] for row, j in chosen])
 
 
 def check_alone(

@@ -41,13 +41,23 @@ class Identity:
 
 @dataclass(frozen=True)
 class Produced:
-    """What a stage says of the files that it wrote."""
+    """What a stage says of the files that it wrote.
+
+    Attributes:
+        content_id: identity of what came out.
+        metrics: counts and statistics.
+        rejected: rejected rows by reason.
+        content_ids: of parts of the artifact.
+        provenance: facts that influence nothing downstream.
+        checksums: of files that need not be read to publish them.
+    """
 
     content_id: str
     metrics: Mapping[str, float] = field(default_factory=dict)
     rejected: dict[str, int] = field(default_factory=dict)
     content_ids: dict[str, str] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
+    checksums: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -215,7 +225,7 @@ class StageContext:
             rejected=produced.rejected,
             provenance=produced.provenance,
         )
-        return writer.publish(manifest)
+        return writer.publish(manifest, produced.checksums)
 
     def keep_rejected(self, identity: Identity, rejected: pa.Table) -> Path:
         """Keeps the rejections of a chunk that is not published for them; returns the file."""

@@ -1,24 +1,25 @@
 """Checks of captured states before they are published; each answers a way in which captures went wrong silently."""
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from eagle3_pipeline.errors import CaptureError
-from eagle3_pipeline.store.shards import Geometry, bf16_to_float32, map_states, shard_name
+from eagle3_pipeline.store.shards import Geometry, ShardRecord, map_states, shard_name
 from eagle3_pipeline.store.threads import in_threads
-
-_BLOCK_BYTES = 2**22
-# Rows, evenly over the chunk, from which variances are estimated.
-_VARIANCE_ROWS = 4096
-# Twice the bits of bf16 infinity.
-_INFINITY = 0xFF00
+from eagle3_pipeline.store.values import look_at
 
 
 def check_states(
-    folder: Path, index: pa.Table, tokens: dict[str, np.ndarray], geometry: Geometry, min_variance: float, chunk: str
+    folder: Path,
+    index: pa.Table,
+    tokens: dict[str, np.ndarray],
+    geometry: Geometry,
+    min_variance: float,
+    chunk: str,
+    records: Mapping[str, ShardRecord] | None = None,
 ) -> dict[str, float]:
     """Checks that every sequence is there once, with its own tokens, finite values and layers that vary.
 
@@ -29,9 +30,10 @@ def check_states(
         geometry: shape of a row.
         min_variance: a layer below this variance over the chunk is dead.
         chunk: named in errors.
+        records: of the sequences, by whoever wrote them and looked at their values; `None`: all rows are read.
 
     Returns:
-        Statistics: variance of each layer, over all rows of small chunks, over 4,096 to 8,191 rows of larger ones.
+        Statistics: variance of each layer, over all rows of short sequences and 32 to 63 rows of longer ones.
 
     Raises:
         CaptureError: names the check, the sequence and the position.
@@ -45,17 +47,21 @@ def check_states(
             f"sequence {wrong} is there {found.count(wrong)} times"
         )
     moments = np.zeros((3, len(geometry.layer_ids)))
-    stride = max(1, sum(map(len, tokens.values())) // _VARIANCE_ROWS)
     for number in sorted({row["shard"] for row in rows}):
         states, ids = map_states(folder / shard_name(number))
         if states.shape[1:] != (len(geometry.layer_ids), geometry.hidden_size):
             raise CaptureError(f"chunk {chunk}, shard {number}: rows of shape {states.shape[1:]}, expected {geometry}")
-        places = [row for row in rows if row["shard"] == number]
-        for row in places:
-            start, end = row["row_start"], row["row_start"] + row["num_tokens"]
-            _check_tokens(row["sequence_id"], ids[start:end], tokens[row["sequence_id"]], chunk)
-        _check_values(states, places, geometry, chunk)
-        moments += _moments(states[::stride])
+        places = {
+            row["sequence_id"]: slice(row["row_start"], row["row_start"] + row["num_tokens"])
+            for row in rows
+            if row["shard"] == number
+        }
+        for name, place in places.items():
+            _check_tokens(name, ids[place], tokens[name], chunk)
+        for name, (fault, own) in zip(places, _seen(states, places, geometry, records), strict=True):
+            if fault:
+                raise CaptureError(f"chunk {chunk}, sequence {name}: {fault}")
+            moments += own
     variance = moments[2] / moments[0] - (moments[1] / moments[0]) ** 2
     for layer, value in zip(geometry.layer_ids, variance, strict=True):
         if value < min_variance:
@@ -66,20 +72,13 @@ def check_states(
     return {f"layer_{layer}_variance": float(v) for layer, v in zip(geometry.layer_ids, variance, strict=True)}
 
 
-def _moments(states: np.ndarray) -> np.ndarray:
-    """[3, A+1]: number, sum and sum of squares of each layer's values, of bf16 bits [rows, A+1, H]."""
-    moments = np.zeros((3, states.shape[1]))
-    for block in _blocks(states):
-        values = bf16_to_float32(block)
-        squares = np.square(values, dtype=np.float64).sum(axis=(0, 2))
-        moments += [np.full(values.shape[1], values[:, 0].size), values.sum(axis=(0, 2), dtype=np.float64), squares]
-    return moments
-
-
-def _blocks(states: np.ndarray) -> Iterator[np.ndarray]:
-    """Parts that stay in a processor's cache while they are worked on."""
-    rows = max(1, _BLOCK_BYTES // (states[0].nbytes or 1)) if len(states) else 1
-    return (states[start : start + rows] for start in range(0, len(states), rows))
+def _seen(
+    states: np.ndarray, places: dict[str, slice], geometry: Geometry, records: Mapping[str, ShardRecord] | None
+) -> list[tuple[str, list[list[float]]]]:
+    """Fault and moments of each sequence, as `look_at` tells them."""
+    if records is None:
+        return in_threads(lambda place: look_at(states[place], geometry.layer_ids), places.values())
+    return [(records[name].fault, records[name].moments) for name in places]
 
 
 def _check_tokens(sequence: str, found: np.ndarray, expected: np.ndarray, chunk: str) -> None:
@@ -92,18 +91,3 @@ def _check_tokens(sequence: str, found: np.ndarray, expected: np.ndarray, chunk:
             f"chunk {chunk}, sequence {sequence}: input_ids differ at position {position} "
             f"(expected {expected[position]}, got {found[position]})"
         )
-
-
-def _check_values(states: np.ndarray, places: list[dict], geometry: Geometry, chunk: str) -> None:
-    """Of bf16 bits [rows, A+1, H]: all finite, and no row of a layer all zero."""
-    # Without its sign a bf16 value orders as an integer: zero is the lowest, infinities and NaN are the highest.
-    largest = in_threads(lambda block: (block << np.uint16(1)).max(axis=2), _blocks(states))
-    magnitudes = np.concatenate(largest)
-    for name, bad in (("not finite", magnitudes >= _INFINITY), ("all zero", magnitudes == 0)):
-        for position, layer in np.argwhere(bad):
-            place = next((p for p in places if 0 <= position - p["row_start"] < p["num_tokens"]), None)
-            if place:
-                raise CaptureError(
-                    f"chunk {chunk}, sequence {place['sequence_id']}: the states of layer {geometry.layer_ids[layer]} "
-                    f"are {name} at position {position - place['row_start']}"
-                )

@@ -46,6 +46,7 @@ from eagle3_pipeline.stages.templates import chat_template
 from eagle3_pipeline.store.fingerprint import digest, rows_content_id, token_lists_id
 from eagle3_pipeline.store.objects import Artifact, ArtifactWriter
 from eagle3_pipeline.store.records import written_records
+from eagle3_pipeline.store.shards import recorded_checksums
 
 SEQUENCES = "sequences.parquet"
 TOKEN_COUNTS = "token_counts.parquet"
@@ -258,4 +259,4 @@ def _capture(
         **statistics,
         **speed,
     }
-    return Produced(identity.fingerprint, metrics)
+    return Produced(identity.fingerprint, metrics, checksums=recorded_checksums(writer.folder))

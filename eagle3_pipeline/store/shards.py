@@ -1,20 +1,18 @@
-"""Hidden-state shards: appended by the engine's writer threads, sealed by the stage, read memory-mapped.
+"""Hidden-state shards: grown by `appender`, sealed by the stage, read memory-mapped.
 
 A shard is a safetensors file: a header region of fixed size, then `hidden_states` [T, A+1, H] bf16, then `input_ids`
 [T] i32 (-1 on rows that no sequence owns). While it grows, the header region is zero, so no reader takes it for
 finished. One record a sequence goes to `records.jsonl`; the writer process may die at any point.
 """
 
-import contextlib
-import ctypes
-import functools
 import json
+import math
 import os
 import struct
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -24,9 +22,13 @@ import xxhash
 from eagle3_pipeline.errors import CaptureError
 
 HEADER_BYTES = 4096
-_SYNC_FILE_RANGE_WRITE = 2
+# Memory, offset and length of a write past the page cache are multiples of this, which suits every disk.
+BLOCK_BYTES = 4096
 RECORDS_NAME = "records.jsonl"
 INDEX_NAME = "index.parquet"
+# Begins a checksum of a sealed shard that is made of those of its sequences.
+OF_ROWS = "rows:"
+_READ_BYTES = 2**22
 LAYER_CONVENTION = "id i is the input of layer i; the last id is the last layer's output before the final norm"
 _INDEX_SCHEMA = pa.schema(
     [
@@ -51,10 +53,21 @@ class Geometry:
         """Bytes of one token: layers x hidden size x 2 (bf16)."""
         return len(self.layer_ids) * self.hidden_size * 2
 
+    @property
+    def rows_of_blocks(self) -> int:
+        """The fewest rows that fill whole blocks of the disk."""
+        return BLOCK_BYTES // math.gcd(self.row_bytes, BLOCK_BYTES)
+
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What became of one sequence: its place in a shard, or the error that lost it."""
+    """What became of one sequence: its place in a shard, or the error that lost it.
+
+    Attributes:
+        checksum: xxh3-64 of its rows.
+        error: why it is in no shard.
+        fault, moments: what its values tell (`values.look_at`).
+    """
 
     sequence_id: str
     shard: int = -1
@@ -62,6 +75,8 @@ class ShardRecord:
     num_tokens: int = 0
     checksum: str = ""
     error: str = ""
+    fault: str = ""
+    moments: list[list[float]] = field(default_factory=list)
 
 
 def shard_name(number: int) -> str:
@@ -74,199 +89,10 @@ def shard_number(path: Path) -> int:
     return int(path.stem.removeprefix("shard-"))
 
 
-@dataclass
-class _Run:
-    """Rows of sequences that follow each other in a shard, or why there is no place for them."""
-
-    descriptor: int = -1
-    shard: int = -1
-    row_start: int = -1
-    lengths: list[int] = field(default_factory=list)
-    error: OSError | None = None
-
-
-class ShardAppender:
-    """Appends whole sequences to the open shard of a folder; thread-safe; one per folder and process."""
-
-    def __init__(self, folder: Path, row_bytes: int, max_shard_bytes: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self._row_bytes = row_bytes
-        self._max_bytes = max_shard_bytes
-        self._lock = threading.Lock()
-        self._shard = max(map(shard_number, folder.glob("shard-*.safetensors")), default=-1)
-        self._descriptor = -1
-        self._records = -1
-        self._rows = 0
-        self._unrecorded: list[ShardRecord] = []
-        # A process that died within a record left a torn line; the next record must not continue it.
-        self._line_break = b"\n" if _ends_torn(folder / RECORDS_NAME) else b""
-
-    def append(self, sequence_id: str, data: memoryview) -> ShardRecord:
-        """Writes one sequence; see `append_all`."""
-        num_tokens = data.nbytes // self._row_bytes
-        return self.append_all([sequence_id], [num_tokens], data)[0]
-
-    def append_all(self, sequence_ids: Sequence[str], lengths: Sequence[int], data: memoryview) -> list[ShardRecord]:
-        """Writes sequences and a record of each; an I/O error becomes their records, not an exception.
-
-        Args:
-            sequence_ids: ids of the sequences.
-            lengths: rows n of each.
-            data: their rows one after the other, C-contiguous bytes of [sum of n, A+1, H] bf16.
-        """
-        # An empty view cannot be cast.
-        data = data.cast("B") if data.nbytes else memoryview(b"")
-        records, start = list[ShardRecord](), 0
-        with self._allocate(lengths) as runs:
-            for run in runs:
-                names = sequence_ids[len(records) : len(records) + len(run.lengths)]
-                end = start + sum(run.lengths) * self._row_bytes
-                records += self._write_run(run, names, data[start:end])
-                start = end
-        self._record(records)
-        return records
-
-    def _write_run(self, run: "_Run", names: Sequence[str], data: memoryview) -> list[ShardRecord]:
-        try:
-            if run.error:
-                raise run.error
-            offset = HEADER_BYTES + run.row_start * self._row_bytes
-            _pwrite_all(run.descriptor, data, offset)
-            start_writeback(run.descriptor, offset, len(data))
-        except OSError as error:
-            lost = f"{type(error).__name__}: {error}"
-            return [ShardRecord(name, num_tokens=n, error=lost) for name, n in zip(names, run.lengths, strict=True)]
-        records, row = [], run.row_start
-        for name, n in zip(names, run.lengths, strict=True):
-            start = (row - run.row_start) * self._row_bytes
-            checksum = xxhash.xxh3_64_hexdigest(data[start : start + n * self._row_bytes])
-            records.append(ShardRecord(name, run.shard, row, n, checksum))
-            row += n
-        return records
-
-    @contextlib.contextmanager
-    def _allocate(self, lengths: Sequence[int]) -> Iterator[list["_Run"]]:
-        """Places for sequences of these lengths, those that follow each other in a shard as one run."""
-        runs: list[_Run] = []
-        with self._lock:
-            for length in lengths:
-                try:
-                    end = HEADER_BYTES + (self._rows + length) * self._row_bytes
-                    if self._descriptor < 0 or (self._rows and end > self._max_bytes):
-                        self._open_next()
-                    if not runs or runs[-1].error or runs[-1].shard != self._shard:
-                        # A descriptor of its own, so that the shard may be left for the next one while a write runs.
-                        runs.append(_Run(os.dup(self._descriptor), self._shard, self._rows))
-                    self._rows += length
-                except OSError as error:
-                    runs.append(_Run(error=error))
-                runs[-1].lengths.append(length)
-        try:
-            yield runs
-        finally:
-            for run in runs:
-                if run.descriptor >= 0:
-                    os.close(run.descriptor)
-
-    def _open_next(self) -> None:
-        path = self._folder / shard_name(self._shard + 1)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        os.ftruncate(descriptor, HEADER_BYTES)
-        self._close_shard()
-        self._descriptor, self._shard, self._rows = descriptor, self._shard + 1, 0
-
-    def _record(self, records: list[ShardRecord]) -> None:
-        with self._lock:
-            self._unrecorded += records
-            lines = self._line_break + "".join(json.dumps(asdict(r)) + "\n" for r in self._unrecorded).encode()
-            # On a full disk the record waits for the next one; the host sees the stall and the full disk.
-            with contextlib.suppress(OSError):
-                if self._records < 0:
-                    path = self._folder / RECORDS_NAME
-                    self._records = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-                _write_or_undo(self._records, lines)
-                self._unrecorded.clear()
-                self._line_break = b""
-
-    def is_current(self) -> bool:
-        """Whether its files are still in their folder; false once the folder was sealed, published or given up."""
-        # Another thread may be leaving the shard for the next one.
-        with self._lock:
-            open_files = [(shard_name(self._shard), self._descriptor), (RECORDS_NAME, self._records)]
-            found = [_is_at(descriptor, self._folder / name) for name, descriptor in open_files if descriptor >= 0]
-        return all(found) if found else self._folder.is_dir()
-
-    def close(self) -> None:
-        """Closes the open shard and the records."""
-        with self._lock:
-            self._close_shard()
-            if self._records >= 0:
-                os.close(self._records)
-                self._records = -1
-
-    def _close_shard(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return path.stat().st_ino == os.fstat(descriptor).st_ino
-    except FileNotFoundError:
-        return False
-
-
-def _pwrite_all(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
-
-
-def start_writeback(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Lets the disk write these bytes of a file now, without waiting for it, so that sealing has little left to flush.
-
-    By itself the kernel begins seconds later, and then holds up who writes. What the disk cannot take is an error of
-    the flush. Does nothing where there is no such call (it is Linux').
-    """
-    if call := _sync_file_range():
-        call(descriptor, offset, num_bytes, _SYNC_FILE_RANGE_WRITE)
-
-
-@functools.cache
-def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    with contextlib.suppress(AttributeError, OSError):
-        call = ctypes.CDLL(None).sync_file_range
-        call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-        return call
-    return None
-
-
-def _write_or_undo(descriptor: int, data: bytes) -> None:
-    before = os.fstat(descriptor).st_size
-    try:
-        if os.write(descriptor, data) != len(data):
-            raise OSError("short write")
-    except OSError:
-        os.ftruncate(descriptor, before)
-        raise
-
-
-def _ends_torn(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - 1, 0))
-            return file.read(1) not in (b"", b"\n")
-    except FileNotFoundError:
-        return False
-
-
 def seal_shards(
     folder: Path, records: Iterable[ShardRecord], tokens: dict[str, np.ndarray], geometry: Geometry, metadata: dict
 ) -> pa.Table:
-    """Turns grown shards into finished safetensors files and writes the index.
+    """Turns grown shards into finished safetensors files and writes the index; publishing flushes them to the disk.
 
     Args:
         folder: where the shards lie.
@@ -328,12 +154,17 @@ def _seal_one(
     descriptor = os.open(path, os.O_WRONLY)
     try:
         os.ftruncate(descriptor, HEADER_BYTES + states_bytes)
-        _pwrite_all(descriptor, memoryview(input_ids.tobytes()), HEADER_BYTES + states_bytes)
-        os.fsync(descriptor)
-        _pwrite_all(descriptor, memoryview(struct.pack("<Q", len(text)) + text), 0)
-        os.fsync(descriptor)
+        pwrite_all(descriptor, memoryview(input_ids.tobytes()), HEADER_BYTES + states_bytes)
+        pwrite_all(descriptor, memoryview(struct.pack("<Q", len(text)) + text), 0)
     finally:
         os.close(descriptor)
+
+
+def pwrite_all(descriptor: int, data: memoryview, offset: int) -> None:
+    """Writes all of `data` at this offset of a file."""
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
 
 
 def read_index(folder: Path) -> pa.Table:
@@ -348,13 +179,86 @@ def map_states(path: Path) -> tuple[np.ndarray, np.ndarray]:
         `hidden_states` [T, A+1, H] as raw bf16 bits (uint16), `input_ids` [T] int32.
     """
     with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    base = 8 + length
+        header = _read_header(file)
     shape = tuple(header["hidden_states"]["shape"])
-    states = np.memmap(path, dtype="<u2", mode="r", offset=base, shape=shape)
-    ids = np.memmap(path, dtype="<i4", mode="r", offset=base + header["input_ids"]["data_offsets"][0], shape=shape[:1])
-    return states, ids
+    ids_offset = HEADER_BYTES + header["input_ids"]["data_offsets"][0]
+    states = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=shape)
+    return states, np.memmap(path, dtype="<i4", mode="r", offset=ids_offset, shape=shape[:1])
+
+
+def read_ahead(path: Path, rows: Iterable[int]) -> None:
+    """Has rows of a sealed shard read from the disk, all at once and without waiting for them.
+
+    One after the other, each would wait behind what a busy disk has to write.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    row_bytes = map_states(path)[0].strides[0]
+    with path.open("rb") as file:
+        for row in rows:
+            os.posix_fadvise(file.fileno(), HEADER_BYTES + row * row_bytes, row_bytes, os.POSIX_FADV_WILLNEED)
+
+
+def _read_header(file: BinaryIO) -> dict:
+    """Of a sealed shard.
+
+    Raises:
+        ValueError: it is not sealed, or damaged.
+    """
+    data = file.read(HEADER_BYTES)
+    if len(data) != HEADER_BYTES or data[:8] != struct.pack("<Q", HEADER_BYTES - 8):
+        raise ValueError(f"{file.name} does not begin with the header of a sealed shard")
+    return json.loads(data[8:])
+
+
+def recorded_checksums(folder: Path) -> dict[str, str]:
+    """Checksums of the sealed shards of a folder by file name, from those of their sequences: no row is read."""
+    checksums: dict[int, list[str]] = {}
+    for row in sorted(read_index(folder).to_pylist(), key=_row_start):
+        checksums.setdefault(row["shard"], []).append(row["checksum"])
+    return {shard_name(number): _combined(folder / shard_name(number), found) for number, found in checksums.items()}
+
+
+def read_checksum(path: Path) -> str:
+    """The checksum of a sealed shard, all rows read.
+
+    Raises:
+        OSError, ValueError: shard or index cannot be read.
+    """
+    try:
+        row_bytes = map_states(path)[0].strides[0]
+        rows = [row for row in read_index(path.parent).to_pylist() if row["shard"] == shard_number(path)]
+        found = [
+            rows_checksum(path, row["row_start"], row["num_tokens"], row_bytes) for row in sorted(rows, key=_row_start)
+        ]
+        return _combined(path, found)
+    except (KeyError, TypeError, IndexError, OverflowError) as error:
+        raise ValueError(f"shard or index is damaged: {error!r}") from error
+
+
+def _row_start(row: dict) -> int:
+    return row["row_start"]
+
+
+def _combined(path: Path, checksums: list[str]) -> str:
+    """xxh3-128 of a shard's header, its input ids and the checksums of its sequences in the order of their rows."""
+    _, ids = map_states(path)
+    with path.open("rb") as file:
+        hasher = xxhash.xxh3_128(file.read(HEADER_BYTES))
+    hasher.update(ids.tobytes())
+    hasher.update(",".join(checksums).encode())
+    return OF_ROWS + hasher.hexdigest()
+
+
+def rows_checksum(path: Path, row_start: int, num_rows: int, row_bytes: int) -> str:
+    """xxh3-64 of rows of a shard, or of those that are there; in blocks, since a long sequence may have gigabytes."""
+    hasher, left = xxhash.xxh3_64(), num_rows * row_bytes
+    with path.open("rb") as file:
+        file.seek(HEADER_BYTES + row_start * row_bytes)
+        while block := file.read(min(left, _READ_BYTES)):
+            hasher.update(block)
+            left -= len(block)
+    return hasher.hexdigest()
 
 
 def bf16_to_float32(bits: np.ndarray) -> np.ndarray:

@@ -22,7 +22,8 @@ from speculators.train.distributed_batch_sampler import MultipackDistributedBatc
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3_pipeline.config import DraftSpec, TrainingSpec
-from eagle3_pipeline.store.shards import Geometry, ShardAppender, seal_shards
+from eagle3_pipeline.store.appender import ShardAppender
+from eagle3_pipeline.store.shards import Geometry, seal_shards
 from eagle3_pipeline.training.job import Job
 from eagle3_pipeline.training.loop import Trainer
 from eagle3_pipeline.training.optim import make_optimizers
@@ -67,7 +68,7 @@ def _write_data(folder: Path, num_sequences: int) -> dict[str, str]:
     ours, theirs = folder / f"ours-{num_sequences}", folder / f"theirs-{num_sequences}"
     (theirs / "hidden_states").mkdir(parents=True)
     ours.mkdir()
-    appender = ShardAppender(ours / "states", GEOMETRY.row_bytes, 2**30)
+    appender = ShardAppender(ours / "states", GEOMETRY, 2**30)
     rows, records, tokens = [], [], {}
     for number in range(num_sequences):
         ids = draw.integers(0, VOCAB, draw.integers(60, LONGEST)).astype(np.int32)

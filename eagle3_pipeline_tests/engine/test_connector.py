@@ -35,7 +35,7 @@ def _connector(rank: int, pending: list[PendingSave]) -> ShardConnector:
     made._connector_metadata = ExampleHiddenStatesConnectorMetadata(pending_saves=pending)
     shape = (10, len(GEOMETRY.layer_ids), BLOCK, GEOMETRY.hidden_size)
     made._kv_cache = torch.arange(10 * 3 * BLOCK * 8).reshape(shape).to(torch.bfloat16)
-    made._block_size, made._row_bytes, made._max_shard_bytes = BLOCK, GEOMETRY.row_bytes, 2**20
+    made._block_size, made._geometry, made._max_shard_bytes = BLOCK, GEOMETRY, 2**20
     made._appenders, made._appenders_lock = {}, threading.Lock()
     made._bytes_in_flight, made._freed = 0, threading.Condition()
     made._executor = ThreadPoolExecutor(2)

@@ -1,7 +1,7 @@
 """Every kind of damage to captured states is refused, with its place."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,8 @@ import pytest
 
 from eagle3_pipeline.errors import CaptureError
 from eagle3_pipeline.stages.fidelity import check_states
-from eagle3_pipeline.store.shards import Geometry, ShardAppender, bf16_to_float32, read_index, seal_shards
+from eagle3_pipeline.store.appender import ShardAppender
+from eagle3_pipeline.store.shards import Geometry, ShardRecord, bf16_to_float32, read_index, seal_shards
 
 GEOMETRY = Geometry((2, 5, 8), 16)
 LENGTHS = {"s0": 6, "s1": 9, "s2": 3, "s3": 5}
@@ -24,27 +25,30 @@ class Capture:
     folder: Path
     states: dict[str, np.ndarray]
     tokens: dict[str, np.ndarray]
+    from_disk: bool = False
+    records: list[ShardRecord] = field(default_factory=list)
 
     def seal(self, tokens: dict[str, np.ndarray] | None = None, geometry: Geometry = GEOMETRY) -> pa.Table:
         """Writes two shards; `tokens` replaces the ids that are stored."""
-        appender = ShardAppender(self.folder, geometry.row_bytes, 4096 + 16 * geometry.row_bytes)
-        records = [appender.append(name, states.data) for name, states in self.states.items()]
+        appender = ShardAppender(self.folder, geometry, 4096 + 16 * geometry.row_bytes)
+        self.records = [appender.append(name, states.data) for name, states in self.states.items()]
         appender.close()
-        return seal_shards(self.folder, records, {**self.tokens, **(tokens or {})}, geometry, {})
+        return seal_shards(self.folder, self.records, {**self.tokens, **(tokens or {})}, geometry, {})
 
     def check(self, index: pa.Table, min_variance: float = 1e-8) -> dict[str, float]:
-        return check_states(self.folder, index, self.tokens, GEOMETRY, min_variance, "000007")
+        records = None if self.from_disk else {record.sequence_id: record for record in self.records}
+        return check_states(self.folder, index, self.tokens, GEOMETRY, min_variance, "000007", records)
 
 
-@pytest.fixture
-def capture(tmp_path: Path) -> Capture:
+@pytest.fixture(params=[False, True], ids=["by who wrote them", "from the disk"])
+def capture(tmp_path: Path, request: pytest.FixtureRequest) -> Capture:
     draw = np.random.default_rng(0)
     states = {
         name: (draw.normal(size=(n, 3, 16)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
         for name, n in LENGTHS.items()
     }
     tokens = {name: draw.integers(0, 100, n).astype(np.int32) for name, n in LENGTHS.items()}
-    return Capture(tmp_path / "states", states, tokens)
+    return Capture(tmp_path / "states", states, tokens, request.param)
 
 
 def test_good_states_pass_with_the_variance_of_every_layer(capture: Capture) -> None:

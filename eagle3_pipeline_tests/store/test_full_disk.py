@@ -8,9 +8,10 @@ import pytest
 
 from eagle3_pipeline.errors import DiskSpaceError
 from eagle3_pipeline.store import atomic
+from eagle3_pipeline.store.appender import ShardAppender
 from eagle3_pipeline.store.objects import Store
 from eagle3_pipeline.store.records import intact_records
-from eagle3_pipeline.store.shards import Geometry, ShardAppender, map_states, seal_shards, shard_name
+from eagle3_pipeline.store.shards import Geometry, map_states, seal_shards, shard_name
 from eagle3_pipeline_tests.store.conftest import FILES, FINGERPRINT, STAGE, TMPFS_BYTES, small_manifest, write_artifact
 
 
@@ -59,7 +60,7 @@ def test_an_appender_on_a_full_disk_records_the_loss_and_goes_on_when_there_is_s
     geometry = Geometry((1, 2), 256)  # 1,024 bytes a row
     rows = {f"s{i}": np.full((64, 2, 256), i + 1, dtype=np.uint16) for i in range(12)}
     folder = small_volume / "states"
-    appender = ShardAppender(folder, geometry.row_bytes, 1 << 30)
+    appender = ShardAppender(folder, geometry, 1 << 30)
     outcomes = {name: appender.append(name, data.data) for name, data in list(rows.items())[:10]}
     # 64 KiB each on 512 KiB: about seven fit.
     lost = [name for name, record in outcomes.items() if record.error]
@@ -85,7 +86,7 @@ def test_an_appender_on_a_full_disk_records_the_loss_and_goes_on_when_there_is_s
 def test_records_that_did_not_fit_are_written_with_the_next_one(small_volume: Path) -> None:
     geometry = Geometry((1,), 8)
     folder = small_volume / "states"
-    appender = ShardAppender(folder, geometry.row_bytes, 1 << 30)
+    appender = ShardAppender(folder, geometry, 1 << 30)
     data = np.ones((2, 1, 8), dtype=np.uint16).data
     appender.append("first", data)
     _fill(small_volume / "filler")

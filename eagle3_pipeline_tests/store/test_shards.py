@@ -15,14 +15,17 @@ import torch
 import xxhash
 from safetensors import safe_open
 
-from eagle3_pipeline.errors import CaptureError
+from eagle3_pipeline.errors import CaptureError, StoreError
+from eagle3_pipeline.store import appender as appending
 from eagle3_pipeline.store import shards
+from eagle3_pipeline.store.appender import ShardAppender
+from eagle3_pipeline.store.manifest import Manifest
+from eagle3_pipeline.store.objects import Store
 from eagle3_pipeline.store.records import intact_records, read_records, written_records
 from eagle3_pipeline.store.shards import (
     HEADER_BYTES,
     RECORDS_NAME,
     Geometry,
-    ShardAppender,
     ShardRecord,
     map_states,
     read_index,
@@ -56,7 +59,7 @@ def test_sequences_of_eight_threads_are_read_back_bit_exact(tmp_path: Path) -> N
     data = {f"s{i}": _rows(i, int(n)) for i, n in enumerate(lengths)}
     tokens = {f"s{i}": _ids(int(n), 1000 * i) for i, n in enumerate(lengths)}
     max_bytes = HEADER_BYTES + 300 * GEOMETRY.row_bytes
-    appender = ShardAppender(tmp_path, GEOMETRY.row_bytes, max_bytes)
+    appender = ShardAppender(tmp_path, GEOMETRY, max_bytes)
     names = list(data)
 
     def work(part: int) -> None:
@@ -98,7 +101,7 @@ def test_sequences_of_eight_threads_are_read_back_bit_exact(tmp_path: Path) -> N
 
 
 def test_a_shard_rolls_over_before_it_would_exceed_its_limit(tmp_path: Path) -> None:
-    appender = ShardAppender(tmp_path, 48, HEADER_BYTES + 10 * 48)
+    appender = ShardAppender(tmp_path, GEOMETRY, HEADER_BYTES + 10 * 48)
     lengths = [4, 6, 1, 10, 9, 2]
     places = [(r.shard, r.row_start) for r in (_append(appender, f"s{i}", _rows(i, n)) for i, n in enumerate(lengths))]
     # 4 + 6 fill shard 0; 1 + 10 does not fit, so 10 opens shard 2; 9 + 2 does not fit either.
@@ -106,7 +109,7 @@ def test_a_shard_rolls_over_before_it_would_exceed_its_limit(tmp_path: Path) -> 
 
 
 def test_a_sequence_longer_than_a_shard_gets_one_of_its_own(tmp_path: Path) -> None:
-    appender = ShardAppender(tmp_path, 48, HEADER_BYTES + 10 * 48)
+    appender = ShardAppender(tmp_path, GEOMETRY, HEADER_BYTES + 10 * 48)
     records = [_append(appender, name, _rows(i, n)) for i, (name, n) in enumerate([("a", 3), ("long", 25), ("b", 3)])]
     assert [(r.shard, r.row_start, r.num_tokens) for r in records] == [(0, 0, 3), (1, 0, 25), (2, 0, 3)]
     tokens = {r.sequence_id: _ids(r.num_tokens) for r in records}
@@ -115,7 +118,7 @@ def test_a_sequence_longer_than_a_shard_gets_one_of_its_own(tmp_path: Path) -> N
 
 
 def test_rows_that_no_sequence_owns_have_token_id_minus_one(tmp_path: Path) -> None:
-    appender = ShardAppender(tmp_path, 48, MANY)
+    appender = ShardAppender(tmp_path, GEOMETRY, MANY)
     records = [_append(appender, name, _rows(i, 2)) for i, name in enumerate(["a", "given_up", "b", "tail"])]
     tokens = {"a": np.array([7, 8]), "b": np.array([9, 10])}
     index = seal_shards(tmp_path, [r for r in records if r.sequence_id in tokens], tokens, GEOMETRY, {})
@@ -125,14 +128,14 @@ def test_rows_that_no_sequence_owns_have_token_id_minus_one(tmp_path: Path) -> N
 
 
 def test_a_shard_that_no_sequence_uses_is_removed(tmp_path: Path) -> None:
-    appender = ShardAppender(tmp_path, 48, HEADER_BYTES + 2 * 48)
+    appender = ShardAppender(tmp_path, GEOMETRY, HEADER_BYTES + 2 * 48)
     records = [_append(appender, name, _rows(i, 2)) for i, name in enumerate("ab")]
     seal_shards(tmp_path, records[1:], {"b": _ids(2)}, GEOMETRY, {})
     assert sorted(p.name for p in tmp_path.glob("shard-*")) == [shard_name(1)]
 
 
 def test_a_growing_shard_is_no_safetensors_file(tmp_path: Path) -> None:
-    _append(ShardAppender(tmp_path, 48, MANY), "a", _rows(0, 2))
+    _append(ShardAppender(tmp_path, GEOMETRY, MANY), "a", _rows(0, 2))
     path = tmp_path / shard_name(0)
     assert path.read_bytes()[:HEADER_BYTES] == bytes(HEADER_BYTES)
     with pytest.raises(Exception, match="eader"):
@@ -140,7 +143,7 @@ def test_a_growing_shard_is_no_safetensors_file(tmp_path: Path) -> None:
 
 
 def test_the_sealed_header_fills_its_reserved_region(tmp_path: Path) -> None:
-    record = _append(ShardAppender(tmp_path, 48, MANY), "a", _rows(0, 2))
+    record = _append(ShardAppender(tmp_path, GEOMETRY, MANY), "a", _rows(0, 2))
     seal_shards(tmp_path, [record], {"a": _ids(2)}, GEOMETRY, {"note": "x" * 3000})
     data = (tmp_path / shard_name(0)).read_bytes()
     assert struct.unpack("<Q", data[:8]) == (HEADER_BYTES - 8,)
@@ -151,19 +154,19 @@ def test_the_sealed_header_fills_its_reserved_region(tmp_path: Path) -> None:
 
 
 def test_metadata_that_overflows_the_header_is_refused(tmp_path: Path) -> None:
-    record = _append(ShardAppender(tmp_path, 48, MANY), "a", _rows(0, 2))
+    record = _append(ShardAppender(tmp_path, GEOMETRY, MANY), "a", _rows(0, 2))
     with pytest.raises(CaptureError, match="header metadata of .* bytes exceeds 4088"):
         seal_shards(tmp_path, [record], {"a": _ids(2)}, GEOMETRY, {"note": "x" * 5000})
 
 
 def test_sealing_refuses_a_record_of_another_length_than_its_sequence(tmp_path: Path) -> None:
-    record = _append(ShardAppender(tmp_path, 48, MANY), "a", _rows(0, 2))
+    record = _append(ShardAppender(tmp_path, GEOMETRY, MANY), "a", _rows(0, 2))
     with pytest.raises(CaptureError, match="sequence a has 2 rows of hidden states, expected 3"):
         seal_shards(tmp_path, [record], {"a": _ids(3)}, GEOMETRY, {})
 
 
 def test_sealing_refuses_a_shard_that_lost_rows(tmp_path: Path) -> None:
-    record = _append(ShardAppender(tmp_path, 48, MANY), "a", _rows(0, 2))
+    record = _append(ShardAppender(tmp_path, GEOMETRY, MANY), "a", _rows(0, 2))
     with (tmp_path / shard_name(0)).open("r+b") as file:
         file.truncate(HEADER_BYTES + 95)
     with pytest.raises(CaptureError, match="shorter than its 2 recorded rows"):
@@ -172,7 +175,7 @@ def test_sealing_refuses_a_shard_that_lost_rows(tmp_path: Path) -> None:
 
 def test_sealing_twice_gives_the_same_files(tmp_path: Path) -> None:
     # A stage that dies after sealing seals again.
-    record = _append(ShardAppender(tmp_path, 48, MANY), "a", _rows(0, 2))
+    record = _append(ShardAppender(tmp_path, GEOMETRY, MANY), "a", _rows(0, 2))
     contents = []
     for _ in range(2):
         seal_shards(tmp_path, [record], {"a": _ids(2)}, GEOMETRY, {"k": 1})
@@ -181,7 +184,7 @@ def test_sealing_twice_gives_the_same_files(tmp_path: Path) -> None:
 
 
 def test_a_torn_last_record_is_ignored_until_it_is_whole(tmp_path: Path) -> None:
-    appender = ShardAppender(tmp_path, 48, MANY)
+    appender = ShardAppender(tmp_path, GEOMETRY, MANY)
     first, second = (_append(appender, name, _rows(i, 2)) for i, name in enumerate("ab"))
     path = tmp_path / RECORDS_NAME
     whole = path.read_bytes()
@@ -193,30 +196,30 @@ def test_a_torn_last_record_is_ignored_until_it_is_whole(tmp_path: Path) -> None
 
 
 def test_an_appender_after_a_torn_record_does_not_continue_its_line(tmp_path: Path) -> None:
-    appender = ShardAppender(tmp_path, 48, MANY)
+    appender = ShardAppender(tmp_path, GEOMETRY, MANY)
     first = _append(appender, "a", _rows(0, 2))
     _append(appender, "torn", _rows(1, 2))
     path = tmp_path / RECORDS_NAME
     path.write_bytes(path.read_bytes()[:-10])
-    restarted = ShardAppender(tmp_path, 48, MANY)
+    restarted = ShardAppender(tmp_path, GEOMETRY, MANY)
     third, fourth = (_append(restarted, name, _rows(2, 3)) for name in ("c", "d"))
     assert read_records(tmp_path)[0] == [first, third, fourth]
     assert set(intact_records(tmp_path, GEOMETRY)) == {"a", "c", "d"}
 
 
 def test_a_restarted_appender_leaves_old_shards_alone(tmp_path: Path) -> None:
-    _append(ShardAppender(tmp_path, 48, MANY), "a", _rows(0, 2))
+    _append(ShardAppender(tmp_path, GEOMETRY, MANY), "a", _rows(0, 2))
     before = (tmp_path / shard_name(0)).read_bytes()
-    record = _append(ShardAppender(tmp_path, 48, MANY), "b", _rows(1, 2))
+    record = _append(ShardAppender(tmp_path, GEOMETRY, MANY), "b", _rows(1, 2))
     assert (record.shard, record.row_start) == (1, 0)
     assert (tmp_path / shard_name(0)).read_bytes() == before
     (tmp_path / shard_name(0)).unlink()
-    record = _append(ShardAppender(tmp_path, 48, MANY), "c", _rows(1, 2))
+    record = _append(ShardAppender(tmp_path, GEOMETRY, MANY), "c", _rows(1, 2))
     assert (record.shard, record.error) == (2, ""), "a gap in the numbers does not lead to a number that exists"
 
 
 def test_only_records_with_intact_bytes_are_kept(tmp_path: Path) -> None:
-    appender = ShardAppender(tmp_path, 48, HEADER_BYTES + 4 * 48)
+    appender = ShardAppender(tmp_path, GEOMETRY, HEADER_BYTES + 4 * 48)
     kept, flipped, cut, gone = (_append(appender, name, _rows(i, 2)) for i, name in enumerate(["k", "f", "c", "g"]))
     assert (flipped.shard, flipped.row_start, cut.shard) == (0, 2, 1)
     with (tmp_path / shard_name(0)).open("r+b") as file:
@@ -234,9 +237,9 @@ def test_only_records_with_intact_bytes_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_second_capture_of_a_sequence_replaces_a_damaged_first(tmp_path: Path) -> None:
-    _append(ShardAppender(tmp_path, 48, MANY), "a", _rows(0, 2))
+    _append(ShardAppender(tmp_path, GEOMETRY, MANY), "a", _rows(0, 2))
     (tmp_path / shard_name(0)).write_bytes(bytes(HEADER_BYTES + 96))
-    again = _append(ShardAppender(tmp_path, 48, MANY), "a", _rows(0, 2))
+    again = _append(ShardAppender(tmp_path, GEOMETRY, MANY), "a", _rows(0, 2))
     assert intact_records(tmp_path, GEOMETRY) == {"a": again}
 
 
@@ -245,7 +248,7 @@ def test_of_two_copies_of_a_sequence_an_intact_one_counts_after_a_pass(tmp_path:
     """A pass was cut off between a sequence's record and its answer: the next one captured it again."""
     copies = []
     for _ in range(2):
-        appender = ShardAppender(tmp_path, GEOMETRY.row_bytes, MANY)
+        appender = ShardAppender(tmp_path, GEOMETRY, MANY)
         copies.append(_append(appender, "a", _rows(1, 2)))
         appender.close()
     if damaged is not None:
@@ -264,21 +267,21 @@ def test_an_error_is_no_record_of_a_written_sequence(tmp_path: Path) -> None:
 
 def test_an_appender_knows_that_its_folder_was_published(tmp_path: Path) -> None:
     folder = tmp_path / "partial"
-    appender = ShardAppender(folder, 48, MANY)
+    appender = ShardAppender(folder, GEOMETRY, MANY)
     assert appender.is_current()
     _append(appender, "a", _rows(0, 2))
     assert appender.is_current()
     folder.rename(tmp_path / "final")
     assert not appender.is_current()
     # A new folder of the same name has another shard 0.
-    other = ShardAppender(folder, 48, MANY)
+    other = ShardAppender(folder, GEOMETRY, MANY)
     _append(other, "a", _rows(0, 2))
     assert not appender.is_current() and other.is_current()
 
 
 def test_an_appender_is_current_while_other_threads_change_shards(tmp_path: Path) -> None:
     # Two rows a shard: every append leaves a shard for the next one.
-    appender = ShardAppender(tmp_path, GEOMETRY.row_bytes, HEADER_BYTES + 2 * GEOMETRY.row_bytes)
+    appender = ShardAppender(tmp_path, GEOMETRY, HEADER_BYTES + 2 * GEOMETRY.row_bytes)
     rows, running = _rows(0, 2), threading.Event()
     running.set()
 
@@ -322,8 +325,8 @@ def test_the_disk_is_given_what_is_written_at_once(tmp_path: Path, monkeypatch: 
     def note(descriptor: int, offset: int, num_bytes: int) -> None:
         given.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, offset, num_bytes))
 
-    monkeypatch.setattr(shards, "start_writeback", note)
-    appender = ShardAppender(tmp_path, GEOMETRY.row_bytes, HEADER_BYTES + 10 * GEOMETRY.row_bytes)
+    monkeypatch.setattr(appending, "start_writeback", note)
+    appender = ShardAppender(tmp_path, GEOMETRY, HEADER_BYTES + 10 * GEOMETRY.row_bytes)
     for i in range(3):
         _append(appender, f"s{i}", _rows(i, 4))
     # Rows of 48 bytes; the third sequence would make twelve rows in a shard of ten.
@@ -333,20 +336,27 @@ def test_the_disk_is_given_what_is_written_at_once(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the call is Linux'")
 def test_write_back_can_be_started_here(tmp_path: Path) -> None:
-    call = shards._sync_file_range()
+    call = appending._sync_file_range()
     with (tmp_path / "file").open("wb") as file:
         file.write(b"x" * 10_000)
         file.flush()
-        assert call and call(file.fileno(), 0, 10_000, shards._SYNC_FILE_RANGE_WRITE) == 0
-        assert call(-1, 0, 1, shards._SYNC_FILE_RANGE_WRITE) == -1
+        assert call and call(file.fileno(), 0, 10_000, appending._SYNC_FILE_RANGE_WRITE) == 0
+        assert call(-1, 0, 1, appending._SYNC_FILE_RANGE_WRITE) == -1
 
 
-def test_a_disk_that_breaks_is_seen_when_a_shard_is_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_descriptor: int) -> None:
-        raise OSError(errno.EIO, "the disk broke")
+def test_a_disk_that_breaks_is_seen_before_a_shard_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        if "shard" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EIO, "the disk broke")
 
-    appender = ShardAppender(tmp_path, GEOMETRY.row_bytes, MANY)
-    record = _append(appender, "a", _rows(0, 4))
-    monkeypatch.setattr(shards.os, "fsync", fail)
-    with pytest.raises(OSError, match="the disk broke"):
-        seal_shards(tmp_path, [record], {"a": _ids(4)}, GEOMETRY, {})
+    store = Store(tmp_path)
+    with store.write("hidden_states", "f") as writer:
+        appender = ShardAppender(writer.folder, GEOMETRY, MANY)
+        record = _append(appender, "a", _rows(0, 4))
+        seal_shards(writer.folder, [record], {"a": _ids(4)}, GEOMETRY, {})
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(StoreError, match="the disk broke"):
+            writer.publish(Manifest(stage="hidden_states", fingerprint="f", content_id="c", spec={}, inputs={}))
+    assert store.get("hidden_states", "f") is None

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3_pipeline.config import DraftSpec, NoiseSpec, TrainingSpec
-from eagle3_pipeline.store.shards import Geometry, ShardAppender, seal_shards
+from eagle3_pipeline.store.appender import ShardAppender
+from eagle3_pipeline.store.shards import Geometry, seal_shards
 from eagle3_pipeline.training.job import Job
 from eagle3_pipeline.training.loop import train
 
@@ -120,7 +121,7 @@ def write_chunk(
     tokens = {row.sequence_id: np.array(row.input_ids[:-1], dtype=np.int32) for row in rows}
     for _ in range(lives):
         # Small shards, so that a chunk has several; sequences go in backwards, so that order in a shard means nothing.
-        appender = ShardAppender(folder / "states", geometry.row_bytes, 4096 + 30 * geometry.row_bytes)
+        appender = ShardAppender(folder / "states", geometry, 4096 + 30 * geometry.row_bytes)
         captured = [row for row in reversed(rows) if row.sequence_id not in skip]
         states = {row.sequence_id: capture(model, row.input_ids).view(torch.uint16).numpy() for row in captured}
         records = [appender.append(name, memoryview(values)) for name, values in states.items()]

@@ -1,6 +1,7 @@
 """Prefills of stored sequences: what one engine is asked for, what it wrote, how two captures differ."""
 
-import os
+import mmap
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ import pyarrow.parquet as pq
 from eagle3_pipeline.engine.client import EngineClient
 from eagle3_pipeline.engine.jobs import GenerateJob
 from eagle3_pipeline.engine.spec import EngineSpec
+from eagle3_pipeline.store.appender import ShardAppender
+from eagle3_pipeline.store.atomic import fsync_path
 from eagle3_pipeline.store.records import read_records
 from eagle3_pipeline.store.shards import (
     HEADER_BYTES,
@@ -22,7 +25,7 @@ from eagle3_pipeline.store.shards import (
     read_index,
     seal_shards,
     shard_name,
-    start_writeback,
+    shard_number,
 )
 
 Tokens = dict[str, np.ndarray]
@@ -47,7 +50,7 @@ def draw_sequences(count: int, mean_tokens: int, vocab: int, seed: int, lowest: 
 
 
 def prefill(client: EngineClient, spec: EngineSpec, sequences: Tokens, folder: Path) -> Prefilled:
-    """Prefills the sequences; a capturing engine's shards are sealed."""
+    """Prefills the sequences; a capturing engine's shards are sealed and flushed."""
     folder.mkdir(parents=True)
     rows = [{"sequence_id": name, "input_ids": ids.tolist()} for name, ids in sequences.items()]
     schema = pa.schema([("sequence_id", pa.string()), ("input_ids", pa.list_(pa.int32()))])
@@ -67,22 +70,36 @@ def prefill(client: EngineClient, spec: EngineSpec, sequences: Tokens, folder: P
     faults = _faults(states, records, sequences, geometry)
     started = time.monotonic()
     seal_shards(states, {r.sequence_id: r for r in records}.values(), sequences, geometry, {})
+    flush_shards(states)
     sealed = time.monotonic() - started
     size = sum(path.stat().st_size for path in states.glob("shard-*"))
     return Prefilled(counts["prompt_tokens"], counts["elapsed_s"], sealed, size, tuple(faults))
 
 
+def flush_shards(folder: Path) -> None:
+    """Waits until they are on the disk, as publishing does."""
+    for path in folder.glob("shard-*"):
+        fsync_path(path)
+
+
 def _faults(folder: Path, records: list[ShardRecord], sequences: Tokens, geometry: Geometry) -> list[str]:
-    """What is wrong with the records as the engine left them: each sequence once, and no byte beside theirs."""
+    """What is wrong with the records as the engine left them: each sequence once, and no row beside theirs.
+
+    But those before a whole block of the disk, where rows do not fill blocks.
+    """
     found = sorted(record.sequence_id for record in records)
     faults = [f"record of {record.sequence_id}: {record.error}" for record in records if record.error]
     if found != sorted(sequences):
         faults.append(f"{len(found)} records of {len(set(found))} sequences, expected {len(sequences)}")
-    shards = list(folder.glob("shard-*"))
-    expected = len(shards) * HEADER_BYTES + sum(map(len, sequences.values())) * geometry.row_bytes
-    size = sum(path.stat().st_size for path in shards)
-    if size != expected:
-        faults.append(f"{len(shards)} shards hold {size:,} bytes, expected {expected:,}")
+    places = sorted((record.shard, record.row_start, record.num_tokens) for record in records if not record.error)
+    for path in folder.glob("shard-*"):
+        end = 0
+        for start, length in [(start, n) for shard, start, n in places if shard == shard_number(path)]:
+            if not 0 <= start - end < geometry.rows_of_blocks:
+                faults.append(f"{path.name}: rows {end} to {start} are of no sequence, or of two")
+            end = start + length
+        if path.stat().st_size != HEADER_BYTES + end * geometry.row_bytes:
+            faults.append(f"{path.name} holds {path.stat().st_size:,} bytes, its {end} rows and header are others")
     return faults
 
 
@@ -109,16 +126,17 @@ def differences(found: Path, expected: Path, layer_ids: tuple[int, ...]) -> tupl
 
 
 def disk_gib_per_s(folder: Path, num_bytes: int) -> float:
-    """Speed of one writer with write-back begun at once, and of flushing: what sealed shards wait for in the end."""
-    block, path = np.random.default_rng(0).bytes(2**26), folder / "disk-probe"
+    """Speed of one writer that appends page-aligned memory to a shard, and of flushing."""
+    block = mmap.mmap(-1, 2**26)
+    block.write(np.random.default_rng(0).bytes(len(block)))
+    appender, probe = ShardAppender(folder / "disk-probe", Geometry((0,), 2048), 2**60), memoryview(block)
     started = time.monotonic()
-    with path.open("wb", buffering=0) as file:
-        for number in range(num_bytes // len(block)):
-            file.write(block)
-            start_writeback(file.fileno(), number * len(block), len(block))
-        os.fsync(file.fileno())
+    for number in range(num_bytes // len(block)):
+        appender.append(str(number), probe)
+    flush_shards(folder / "disk-probe")
     elapsed = time.monotonic() - started
-    path.unlink()
+    appender.close()
+    shutil.rmtree(folder / "disk-probe")
     return num_bytes / 2**30 / elapsed
 
 

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from eagle3_pipeline.config import DraftSpec, TrainingSpec
-from eagle3_pipeline.store.shards import Geometry, ShardAppender, seal_shards
+from eagle3_pipeline.store.appender import ShardAppender
+from eagle3_pipeline.store.shards import Geometry, seal_shards
 from eagle3_pipeline_tests.benchmarks.multi_gpu.sizes import DraftSize
 
 Written = Callable[[np.ndarray, np.ndarray, torch.Tensor], object]
@@ -49,7 +50,7 @@ def write_data(
     # Drawn once: rows of different sequences start at different places of it.
     torch.manual_seed(0)
     block = torch.randn(2 * longest, len(geometry.layer_ids), shape.hidden).to(torch.bfloat16)
-    appender = ShardAppender(folder / "states", geometry.row_bytes, _SHARD_BYTES)
+    appender = ShardAppender(folder / "states", geometry, _SHARD_BYTES)
     rows, records, tokens = [], [], {}
     for number, length in enumerate(lengths):
         name = f"s{number:06d}"

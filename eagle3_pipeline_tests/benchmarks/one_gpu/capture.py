@@ -13,22 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_pipeline.config import PipelineSpec
-from eagle3_pipeline.data.sequences import Sequence
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.stages import identity as ids
-from eagle3_pipeline.stages.context import Produced, StageContext
+from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
-from eagle3_pipeline.stages.verifier_outputs import _write_sequences, materialise_outputs
 from eagle3_pipeline.store.fingerprint import digest
-from eagle3_pipeline.store.objects import ArtifactWriter
 from eagle3_pipeline_tests.benchmarks.multi_gpu import weights
 from eagle3_pipeline_tests.benchmarks.multi_gpu.captures import Tokens, disk_gib_per_s, draw_sequences, relative
 from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report
+from eagle3_pipeline_tests.benchmarks.one_gpu.publishing import capture_context, publish
 from eagle3_pipeline_tests.benchmarks.one_gpu.sizes import LARGE, SMALL, Generation, Load, Sizes
 from eagle3_pipeline_tests.benchmarks.one_gpu.usual_client import UsualClient
 from eagle3_pipeline_tests.state_parity import captured_states, reference_states
-from eagle3_pipeline_tests.tiny_model import make_tokenizer
 
 PLAIN, OURS, CLIENT = "plain prefill", "this project, to the published manifest", "usual client"
 _TOLERANCE = 0.06
@@ -144,36 +140,13 @@ class Capture:
         return max([generation.longest, *(1 + load.mean_tokens * 6 // 5 for load in loads)])
 
     def _model(self, name: str, folder: str, longest: int, changes: dict[str, Any]) -> "_Model":
-        make_tokenizer(self.home / folder)
         cache = self.sizes.small_kvcache_gib if name == SMALL else self.sizes.large_kvcache_gib
-        plain, ours = (self._context(f"{folder}-{kind}", folder, longest, cache) for kind in ("plain", "ours"))
-        return _Model(name, plain, ours, changes)
-
-    def _context(self, name: str, model: str, longest: int, kvcache_gib: float) -> StageContext:
-        """A home, and so a pool, of its own: engines that share the GPU do not wait for each other's lease."""
-        spec = PipelineSpec.model_validate(
-            {
-                "name": "bench",
-                "verifier": {"model": str(self.home / model), "dtype": "bfloat16"},
-                "dataset": {"path": "none"},
-                "generation": {"mode": "passthrough", "max_new_tokens": 8, "max_sequence_tokens": longest},
-                # Random weights choose no token clearly: checks are made, and take their time, but refuse nothing.
-                "capture": {
-                    "min_next_token_agreement": 1e-6,
-                    "recapture_tolerance": 100.0,
-                    "min_layer_variance": 0.0,
-                },
-                "training": {"batch_tokens": longest},
-                "resources": {
-                    "gpu_memory_utilization": self.sizes.utilization,
-                    "gpu_kvcache_gib": kvcache_gib,
-                    "max_num_batched_tokens": self.sizes.batch_tokens,
-                    "max_num_seqs": self.sizes.batch_sequences,
-                    "idle_timeout_s": 900.0,
-                },
-            }
+        model, sizes, log = self.home / folder, self.sizes, self.report.log
+        plain, ours = (
+            capture_context(self.home / f"{folder}-{kind}", model, longest, self.num_gpus, sizes, log, cache)
+            for kind in ("plain", "ours")
         )
-        return StageContext(spec, self.report.log, self.home / name, self.num_gpus)
+        return _Model(name, plain, ours, changes)
 
     def _layers(self, model: "_Model") -> tuple[int, ...]:
         return model.ours.verifier.geometry(model.ours.spec.capture).layer_ids
@@ -213,7 +186,7 @@ class Capture:
             self._prefill(model, captures, f"{part} warm-up", dict(list(sequences.items())[:8]))
         speed = self._prefill(model, False, part, {name: ids[:-1] for name, ids in sequences.items()})
         plain = num_tokens / speed["engine_s"]
-        wall_s, published = self._publish(model, part, sequences, load.num_chunks)
+        wall_s, published = publish(model.ours, part, sequences, load.num_chunks, self.sizes.chunks_at_once)
         self.report.check(f"{part}: the states of every token are published", published == num_tokens, published)
         self.report.row(part, PLAIN, plain, "tok/s")
         self.report.row(part, OURS, num_tokens / wall_s, "tok/s")
@@ -245,31 +218,6 @@ class Capture:
         shutil.rmtree(folder)
         return speed
 
-    def _publish(self, model: "_Model", name: str, sequences: Tokens, num_chunks: int) -> tuple[float, float]:
-        """Seconds in which the stage publishes the states of all sequences, as chunks, some at a time; their tokens.
-
-        A backfill does the same: while one chunk is flushed and checked, the engine works on the next.
-        """
-        context, items = model.ours, list(sequences.items())
-        chunks = {digest(f"{name}-{i}"): dict(items[i::num_chunks]) for i in range(num_chunks)}
-        for chunk, part in chunks.items():
-            identity = ids.generations_identity(context.spec, context.verifier, chunk)
-            rows = [
-                Sequence(key, key, 0, tokens.tolist(), [False] + [True] * (len(tokens) - 1), 1, "", "", "data")
-                for key, tokens in part.items()
-            ]
-
-            def write(writer: ArtifactWriter, chunk=chunk, identity=identity, rows=rows) -> Produced:  # type: ignore[no-untyped-def]
-                return _write_sequences(context, chunk, identity, writer, rows, [], {})
-
-            context.materialise(identity, chunk, write)
-        started = time.monotonic()
-        with ThreadPoolExecutor(self.sizes.chunks_at_once) as pool:
-            made = list(pool.map(lambda chunk: materialise_outputs(context, chunk, generations=False), chunks))
-        elapsed = time.monotonic() - started
-        states = [outputs.hidden_states for outputs in made]
-        return elapsed, sum(found.manifest.metrics["num_tokens"] for found in states if found)
-
     def _parity(self, model: "_Model") -> None:
         """Layers of some captured sequences against Transformers in float32."""
         import torch
@@ -279,7 +227,7 @@ class Capture:
         sequences = draw_sequences(
             self.sizes.num_compared, self.sizes.small_loads[0].mean_tokens, context.verifier.vocab_size, 1
         )
-        self._publish(model, "parity", sequences, 1)
+        publish(context, "parity", sequences, 1, 1)
         found = captured_states(context.upstream(ids.HIDDEN_STATES, digest("parity-0")))
         reference = AutoModelForCausalLM.from_pretrained(self.home / "small", dtype=torch.float32)
         # With a thread a core, one that shares its core holds up all others.

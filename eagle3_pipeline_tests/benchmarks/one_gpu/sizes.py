@@ -124,7 +124,7 @@ _8B = Shape(4096, 14336, 32, 32, 8, 128, 128256)
 ON_GPU = Sizes(
     small=_SMOLLM2,
     large=_8B,
-    small_loads=(Load(204, 24_000, 3_000, 12), Load(2000, 1_000, 300, 12)),
+    small_loads=(Load(204, 24_000, 3_000, 24), Load(2000, 1_000, 300, 24)),
     # 43 GiB of states each, which a disk of 64 GiB takes.
     large_loads=(Load(204, 7_000, 0, 24), Load(2000, 700, 0, 24)),
     num_compared=20,
@@ -137,7 +137,7 @@ ON_GPU = Sizes(
     batch_tokens=32_768,
     batch_sequences=1024,
     concurrency=128,
-    chunks_at_once=6,
+    chunks_at_once=10,
     touched_gib=32,
     start_s=150.0,
     trainings=(
