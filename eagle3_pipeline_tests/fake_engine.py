@@ -36,7 +36,7 @@ from eagle3_pipeline.engine.backend import Answer, CaptureTarget
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import EngineError
 from eagle3_pipeline.store.appender import ShardAppender
-from eagle3_pipeline.store.shards import RECORDS_NAME, Geometry, ShardRecord
+from eagle3_pipeline.store.shards import RECORDS_NAME, ShardRecord
 
 FAKE_BACKEND = "eagle3_pipeline_tests.fake_engine:FakeBackend"
 DEFAULT_VOCAB = 100
@@ -251,8 +251,7 @@ class FakeBackend:
         if known is None or not known.is_current():
             if known:
                 known.close()
-            geometry = Geometry(self._spec.layer_ids, self._spec.hidden_size)
-            self._appenders[folder] = ShardAppender(folder, geometry, self._spec.max_shard_bytes)
+            self._appenders[folder] = ShardAppender(folder, self._spec.geometry, self._spec.max_shard_bytes)
         return self._appenders[folder]
 
     def _count_drafts(self, num_tokens: int) -> None:

@@ -18,8 +18,8 @@ import numpy as np
 
 from eagle3_pipeline.engine.backend import Answer, CaptureTarget
 from eagle3_pipeline.engine.spec import EngineSpec
+from eagle3_pipeline.errors import EngineError
 from eagle3_pipeline.store.appender import ShardAppender
-from eagle3_pipeline.store.shards import Geometry
 from eagle3_pipeline_tests.fake_engine import answer_tokens
 
 PACED_BACKEND = "eagle3_pipeline_tests.paced_engine:PacedBackend"
@@ -41,7 +41,7 @@ class PacedBackend:
 
     async def start(self, spec: EngineSpec) -> None:
         """Draws the states of a step; values from 1 to 2, which no check refuses."""
-        self._geometry, self._max_shard_bytes = Geometry(spec.layer_ids, spec.hidden_size), spec.max_shard_bytes
+        self._geometry, self._max_shard_bytes = spec.geometry, spec.max_shard_bytes
         memory = mmap.mmap(-1, max(STEP_TOKENS * self._geometry.row_bytes, mmap.PAGESIZE))
         memory.write(np.random.default_rng(0).integers(0x3F80, 0x4000, len(memory) // 2, dtype=np.uint16).tobytes())
         self._states = memoryview(memory)
@@ -56,6 +56,8 @@ class PacedBackend:
         urgent: bool = False,
     ) -> Answer:
         """Answers when the step of the prompt is over; like vLLM, before its states are written."""
+        if len(prompt_ids) > STEP_TOKENS:
+            raise EngineError(f"request {request_id}: {len(prompt_ids)} tokens do not fit a step of {STEP_TOKENS}")
         tokens = answer_tokens(prompt_ids, sampling["max_tokens"])
         if request_id.startswith("smoke-"):
             return Answer(tokens, "length", top_masses=[0.9] * len(tokens), top_hits=round(0.9 * len(tokens)))
@@ -97,6 +99,8 @@ class PacedBackend:
         with self._lock:
             appender = self._appenders.get(folder)
             if appender is None or not appender.is_current():
+                if appender:
+                    appender.close()
                 appender = self._appenders[folder] = ShardAppender(folder, self._geometry, self._max_shard_bytes)
         names, lengths = zip(*members, strict=True)
         appender.append_all(names, lengths, self._states[: sum(lengths) * self._geometry.row_bytes])

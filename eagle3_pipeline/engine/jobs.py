@@ -17,7 +17,7 @@ from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import CaptureError, DiskSpaceError, Eagle3Error, EngineError
 from eagle3_pipeline.store.atomic import storage_error
 from eagle3_pipeline.store.records import intact_records, read_records
-from eagle3_pipeline.store.shards import Geometry, ShardRecord
+from eagle3_pipeline.store.shards import ShardRecord
 
 PROGRESS_EVERY_S = 2.0
 _RECORD_POLL_S = 0.005
@@ -144,7 +144,7 @@ class _Runner:
         # One future for each sequence that is waited for: a condition would wake all of them for every record.
         self._arrivals: dict[str, asyncio.Future[None]] = {}
         self._offset = 0
-        self._geometry = Geometry(spec.layer_ids, spec.hidden_size)
+        self._geometry = spec.geometry
         self._journal = _open_journal(Path(job.journal))
         self._limit = asyncio.Semaphore(job.batch_size or 2 * spec.max_num_seqs)
 

@@ -86,7 +86,7 @@ def check_gpu_fit(spec: EngineSpec, weight_bytes: int, kv_bytes_per_token: int, 
     The capture caches `row_bytes` a token beside the attention cache, on every GPU.
     """
     weights = weight_bytes / spec.num_gpus
-    caches = spec.max_model_len * (kv_bytes_per_token / spec.num_gpus + spec.row_bytes)
+    caches = spec.max_model_len * (kv_bytes_per_token / spec.num_gpus + spec.geometry.row_bytes)
     needed = weights + GPU_RESERVE_BYTES + caches
     have = min((memory.total_bytes for memory in gpus.values()), default=0) * spec.gpu_memory_utilization
     needed_text = (

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from eagle3_pipeline.store.fingerprint import digest
+from eagle3_pipeline.store.shards import Geometry
 
 VLLM_BACKEND = "eagle3_pipeline.engine.vllm_backend:VllmBackend"
 
@@ -79,9 +80,9 @@ class EngineSpec:
         return self.model_id, self.num_gpus, self.load_format
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one token's captured states (bf16)."""
-        return len(self.layer_ids) * self.hidden_size * 2
+    def geometry(self) -> Geometry:
+        """Shape of a token's captured states."""
+        return Geometry(self.layer_ids, self.hidden_size)
 
     def describe(self) -> str:
         """One phrase for logs."""

@@ -23,10 +23,11 @@ from eagle3_pipeline.stages.engines import timed_engine
 from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
 from eagle3_pipeline.stages.speeds import greedy_sampling, measure_batch_speeds, time_answers, warm_up
 from eagle3_pipeline.stages.templates import prompt_rows
-from eagle3_pipeline.store.atomic import write_bytes
+from eagle3_pipeline.store.atomic import fsync_path, write_bytes
 from eagle3_pipeline.store.fingerprint import rows_content_id
 from eagle3_pipeline.store.objects import ArtifactWriter
 from eagle3_pipeline.store.records import written_records
+from eagle3_pipeline.store.shards import recorded_checksums
 
 SEQUENCES = "sequences.parquet"
 SPEEDS = "speeds.parquet"
@@ -61,7 +62,8 @@ def _produce(context: StageContext, identity: Identity, writer: ArtifactWriter) 
         "tokens_per_s": total / elapsed,
         "num_engine_starts": starts + started,
     }
-    return Produced(rows_content_id(("sequence_id", "input_ids"), sequences), metrics)
+    content_id = rows_content_id(("sequence_id", "input_ids"), sequences)
+    return Produced(content_id, metrics, checksums=recorded_checksums(writer.folder))
 
 
 def _answer_once(context: StageContext, identity: Identity, folder: Path) -> tuple[list[dict[str, Any]], float]:
@@ -76,6 +78,9 @@ def _answer_once(context: StageContext, identity: Identity, folder: Path) -> tup
     tokens = captured_tokens(sequences)
     records = written_records(folder, context.verifier.geometry(context.spec.capture))
     seal_capture(context, f"{context.spec.name}: baseline", folder, tokens, records, identity.fingerprint)
+    # The file that follows says, to the next life too, that these are whole.
+    for sealed in filter(Path.is_file, folder.iterdir()):
+        fsync_path(sealed)
     table = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(sequences, SEQUENCE_SCHEMA), table)
     write_bytes(path, table.getvalue().to_pybytes())

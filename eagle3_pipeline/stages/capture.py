@@ -13,13 +13,13 @@ from eagle3_pipeline.stages.context import Identity, StageContext
 from eagle3_pipeline.stages.fidelity import check_states
 from eagle3_pipeline.stages.next_token import check_greedy, check_sampled, spread_rows
 from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
-from eagle3_pipeline.store.records import intact_records
+from eagle3_pipeline.store.records import intact_records, written_records
 from eagle3_pipeline.store.shards import (
     LAYER_CONVENTION,
     ShardRecord,
     bf16_to_float32,
     map_states,
-    read_ahead,
+    prefetch_rows,
     read_index,
     seal_shards,
     shard_name,
@@ -33,9 +33,15 @@ def captured_tokens(rows: list[dict]) -> Tokens:
     return {row["sequence_id"]: np.asarray(row["input_ids"][:-1], dtype=np.int32) for row in rows}
 
 
-def complete_records(context: StageContext, folder: Path, tokens: Tokens) -> dict[str, ShardRecord] | None:
-    """The records of all sequences, if every one is there, intact and as long as it should be."""
-    records = intact_records(folder, context.verifier.geometry(context.spec.capture))
+def complete_records(
+    context: StageContext, folder: Path, tokens: Tokens, just_now: bool
+) -> dict[str, ShardRecord] | None:
+    """The records of all sequences, if every one is there, intact and as long as it should be.
+
+    What was written `just_now`, by a pass that began with a look at what was there, is not read once more.
+    """
+    recorded = written_records if just_now else intact_records
+    records = recorded(folder, context.verifier.geometry(context.spec.capture))
     complete = all(i in records and records[i].num_tokens == len(ids) for i, ids in tokens.items())
     return records if complete else None
 
@@ -121,7 +127,7 @@ def answer_states(folder: Path, rows: list[dict]) -> tuple[np.ndarray, np.ndarra
     for place, j in places:
         rows_of[place["shard"]].append(place["row_start"] + j)
     for number, wanted in rows_of.items():
-        read_ahead(folder / shard_name(number), wanted)
+        prefetch_rows(folder / shard_name(number), wanted)
     states = [shards[place["shard"]][place["row_start"] + j, -1] for place, j in places]
     return bf16_to_float32(np.stack(states)), np.asarray([row["input_ids"][j + 1] for row, j in chosen])
 
@@ -145,7 +151,7 @@ def check_alone(
     single = {chosen: tokens[chosen]}
     batch = _prefill_batch("capturing one sequence alone", alone, single, alone / "states")
     run_prompts(context, engine, replace(batch, urgent=True))
-    records = complete_records(context, alone / "states", single)
+    records = complete_records(context, alone / "states", single, just_now=True)
     if records is None:
         raise CaptureError(f"{where}: sequence {chosen} was not captured when it was sent alone")
     geometry = context.verifier.geometry(context.spec.capture)

@@ -76,9 +76,15 @@ def _seen(
     states: np.ndarray, places: dict[str, slice], geometry: Geometry, records: Mapping[str, ShardRecord] | None
 ) -> list[tuple[str, list[list[float]]]]:
     """Fault and moments of each sequence, as `look_at` tells them."""
-    if records is None:
-        return in_threads(lambda place: look_at(states[place], geometry.layer_ids), places.values())
-    return [(records[name].fault, records[name].moments) for name in places]
+
+    def seen(name: str) -> tuple[str, list[list[float]]]:
+        record = records[name] if records else None
+        # One that an engine of an earlier version wrote says nothing of the values.
+        if record and (record.fault or record.moments):
+            return record.fault, record.moments
+        return look_at(states[places[name]], geometry.layer_ids)
+
+    return in_threads(seen, places)
 
 
 def _check_tokens(sequence: str, found: np.ndarray, expected: np.ndarray, chunk: str) -> None:

@@ -45,7 +45,7 @@ def preflight(context: StageContext, offline: bool = False, dummy_load: bool = F
         checks += engine_checks(context, engine, verifier)
         num_tokens = spec.dataset.samples_per_chunk * spec.generation.max_sequence_tokens
         what = f"the hidden states of a chunk of {spec.dataset.samples_per_chunk:,} longest sequences"
-        checks.append(check_disk(context.store.root, num_tokens * engine.row_bytes, what))
+        checks.append(check_disk(context.store.root, num_tokens * engine.geometry.row_bytes, what))
     else:
         wanted = spec.resources.tensor_parallel_size if spec.resources.num_gpus != 0 else 0
         checks += check_gpus(wanted, gpu_memory(), spec.resources.gpu_memory_utilization) if wanted else []

@@ -92,7 +92,7 @@ def materialise_outputs(
         )
     if hidden_states:
         sequences = made.artifact if made else context.upstream(ids.SYNTHETIC_GENERATIONS, chunk)
-        states = _materialise_states(context, chunk, sequences, captured)
+        states = _materialise_states(context, chunk, sequences, captured, bool(made and made.recomputed))
     return ChunkOutputs(made, states)
 
 
@@ -215,11 +215,14 @@ def _write_sequences(
     return Produced(rows_content_id(CONTENT_COLUMNS, rows), metrics, dict(reasons), content_ids)
 
 
-def _materialise_states(context: StageContext, chunk: str, sequences: Artifact, captured: Path | None) -> StageResult:
+def _materialise_states(
+    context: StageContext, chunk: str, sequences: Artifact, captured: Path | None, just_now: bool
+) -> StageResult:
+    """`captured`: what the generating pass left, `just_now` if this process was there."""
     content = sequences.manifest.content_ids["input_ids"]
     identity = ids.hidden_states_identity(context.spec, context.verifier, content)
     result = context.materialise(
-        identity, chunk, lambda writer: _capture(context, chunk, sequences, identity, writer, captured)
+        identity, chunk, lambda writer: _capture(context, chunk, sequences, identity, writer, captured, just_now)
     )
     if captured:
         # Prompts, journal and any left-over shards of the pass whose results are published now.
@@ -234,12 +237,13 @@ def _capture(
     identity: Identity,
     writer: ArtifactWriter,
     captured: Path | None,
+    just_now: bool,
 ) -> Produced:
     """Takes the shards of the generating pass if they are complete, else prefills the stored sequences."""
     where = f"{context.spec.name}: chunk {chunk}"
     rows = pq.read_table(sequences.path(SEQUENCES), columns=["sequence_id", "input_ids", "loss_mask"]).to_pylist()
     tokens = captured_tokens(rows)
-    records = complete_records(context, captured, tokens) if captured else None
+    records = complete_records(context, captured, tokens, just_now) if captured else None
     captured_before = records is not None
     speed: dict[str, float] = {}
     if captured and records:

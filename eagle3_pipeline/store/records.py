@@ -26,9 +26,7 @@ def read_records(folder: Path, offset: int = 0) -> tuple[list[ShardRecord], int]
 
 def _parse_record(line: bytes) -> ShardRecord | None:
     try:
-        fields = json.loads(line)
-        # One of an earlier version says nothing of the values.
-        return ShardRecord(**fields) if "moments" in fields else None
+        return ShardRecord(**json.loads(line))
     except (ValueError, TypeError):
         return None
 

@@ -168,7 +168,7 @@ def pwrite_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def read_index(folder: Path) -> pa.Table:
-    """The index of a sealed folder."""
+    """The index of a sealed folder, in the order of shards and rows."""
     return pq.read_table(folder / INDEX_NAME)
 
 
@@ -186,7 +186,7 @@ def map_states(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return states, np.memmap(path, dtype="<i4", mode="r", offset=ids_offset, shape=shape[:1])
 
 
-def read_ahead(path: Path, rows: Iterable[int]) -> None:
+def prefetch_rows(path: Path, rows: Iterable[int]) -> None:
     """Has rows of a sealed shard read from the disk, all at once and without waiting for them.
 
     One after the other, each would wait behind what a busy disk has to write.
@@ -214,34 +214,20 @@ def _read_header(file: BinaryIO) -> dict:
 def recorded_checksums(folder: Path) -> dict[str, str]:
     """Checksums of the sealed shards of a folder by file name, from those of their sequences: no row is read."""
     checksums: dict[int, list[str]] = {}
-    for row in sorted(read_index(folder).to_pylist(), key=_row_start):
+    for row in read_index(folder).to_pylist():
         checksums.setdefault(row["shard"], []).append(row["checksum"])
     return {shard_name(number): _combined(folder / shard_name(number), found) for number, found in checksums.items()}
 
 
 def read_checksum(path: Path) -> str:
-    """The checksum of a sealed shard, all rows read.
-
-    Raises:
-        OSError, ValueError: shard or index cannot be read.
-    """
-    try:
-        row_bytes = map_states(path)[0].strides[0]
-        rows = [row for row in read_index(path.parent).to_pylist() if row["shard"] == shard_number(path)]
-        found = [
-            rows_checksum(path, row["row_start"], row["num_tokens"], row_bytes) for row in sorted(rows, key=_row_start)
-        ]
-        return _combined(path, found)
-    except (KeyError, TypeError, IndexError, OverflowError) as error:
-        raise ValueError(f"shard or index is damaged: {error!r}") from error
-
-
-def _row_start(row: dict) -> int:
-    return row["row_start"]
+    """The checksum of a sealed shard, all its rows read; of a damaged one or of a damaged index, any exception."""
+    row_bytes = map_states(path)[0].strides[0]
+    rows = [row for row in read_index(path.parent).to_pylist() if row["shard"] == shard_number(path)]
+    return _combined(path, [rows_checksum(path, row["row_start"], row["num_tokens"], row_bytes) for row in rows])
 
 
 def _combined(path: Path, checksums: list[str]) -> str:
-    """xxh3-128 of a shard's header, its input ids and the checksums of its sequences in the order of their rows."""
+    """xxh3-128 of a shard's header, its input ids and the checksums of its sequences in the order of the index."""
     _, ids = map_states(path)
     with path.open("rb") as file:
         hasher = xxhash.xxh3_128(file.read(HEADER_BYTES))

@@ -1,7 +1,6 @@
 """What publishing the states of an 8B verifier costs beside a GPU that never waits: an engine of its speed, no GPU."""
 
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ def run() -> dict[str, Any]:
         patch.setenv("EAGLE3_PACED_TOKENS_PER_S", str(_TOKENS_PER_S))
         folder = Path(temporary)
         weights.start(folder / "model", _SHAPE, head_only=True).wait()
-        context = capture_context(folder / "home", folder / "model", 2 * _TOKENS, 0, replace(ON_GPU), _quiet)
+        context = capture_context(folder / "home", folder / "model", 2 * _TOKENS, 0, ON_GPU, _quiet)
         sequences = draw_sequences(_SEQUENCES, _TOKENS, _SHAPE.vocab, 1)
         try:
             # The first starts the engine.

@@ -31,9 +31,9 @@ def install() -> None:
     """Puts the gates and the light tokenizer into this process."""
     publish = ArtifactWriter.publish
 
-    def gated(writer: ArtifactWriter, manifest: Manifest) -> Artifact:
+    def gated(writer: ArtifactWriter, manifest: Manifest, *checksums: Any) -> Artifact:
         wait_at_gate(f"publish-{manifest.stage}")
-        return publish(writer, manifest)
+        return publish(writer, manifest, *checksums)
 
     ArtifactWriter.publish = gated  # type: ignore[assignment, method-assign]
     templates.load_tokenizer = light_tokenizer  # type: ignore[assignment]

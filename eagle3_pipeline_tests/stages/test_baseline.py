@@ -135,3 +135,21 @@ def test_short_answers_warm_up_with_as_few_tokens(context: StageContext, monkeyp
         short = StageContext(context.spec.model_copy(update={"evaluation": evaluation}), home=context.home, num_gpus=0)
         speeds.warm_up(short, short.timed_engine_spec(), None, {"c": [{}] * 4})  # type: ignore[arg-type]
     assert asked == [2, 2, 8, 8]
+
+
+def test_states_are_on_the_disk_before_the_file_that_says_so(
+    context: StageContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A life that ended by a loss of power would leave the file, and damaged states that nobody looks at again."""
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.split("-")[0])
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    made = baseline.materialise_baseline(context)
+    first = next(i for i, name in enumerate(flushed) if baseline.SEQUENCES in name)
+    assert {"shard", "index.parquet"} <= set(flushed[:first])
+    assert made.manifest.files["shard-00000.safetensors"].xxh3.startswith("rows:")

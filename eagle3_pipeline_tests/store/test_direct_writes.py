@@ -175,3 +175,75 @@ def test_a_file_system_without_direct_writes_is_written_through_the_page_cache(
     records = [appender.append(f"s{i}", _in_pages(_rows(i, 300))) for i in range(2)]
     assert [record.row_start for record in records] == [0, 300]
     assert len(intact_records(tmp_path, GEOMETRY)) == 2
+
+
+def test_short_writes_go_on_where_they_ended(tmp_path: Path, written: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+        return PWRITE(descriptor, data[: 4096 if _is_direct(descriptor) else 100], offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    appender = ShardAppender(tmp_path, GEOMETRY, MANY)
+    rows = _rows(0, 500)
+    appender.append("a", _in_pages(rows))
+    assert (tmp_path / shard_name(0)).read_bytes()[HEADER_BYTES:] == rows.tobytes()
+
+
+def test_what_fails_after_a_part_was_written_is_written_whole(
+    tmp_path: Path, written: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+        if _is_direct(descriptor) and offset > HEADER_BYTES:
+            raise OSError(errno.EINVAL, "not any more")
+        return PWRITE(descriptor, data[:4096], offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    appender = ShardAppender(tmp_path, GEOMETRY, MANY)
+    record = appender.append("a", _in_pages(_rows(0, 500)))
+    assert intact_records(tmp_path, GEOMETRY) == {"a": record}
+
+
+def test_a_full_disk_is_a_record_with_its_reason(
+    tmp_path: Path, written: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+        if offset > HEADER_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return PWRITE(descriptor, data[:4096], offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    appender = ShardAppender(tmp_path, GEOMETRY, MANY)
+    assert "Errno 28" in appender.append("a", _in_pages(_rows(0, 500))).error
+    assert not intact_records(tmp_path, GEOMETRY)
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path, written: list) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    appender = ShardAppender(tmp_path, GEOMETRY, HEADER_BYTES + 700 * GEOMETRY.row_bytes)
+    for i in range(20):
+        appender.append_all([f"{i}a", f"{i}b"], [300, 200], _in_pages(_rows(i, 500)))
+    # The open shard by both ways, and the records.
+    assert len(os.listdir("/proc/self/fd")) == before + 3
+    appender.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_shard_that_could_not_be_begun_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, fails = os.ftruncate, [True]
+
+    def ftruncate(descriptor: int, length: int) -> None:
+        if fails.pop() if fails else False:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor, length)
+
+    monkeypatch.setattr(os, "ftruncate", ftruncate)
+    appender = ShardAppender(tmp_path, GEOMETRY, MANY)
+    first, second = (appender.append(name, _rows(0, 3).data) for name in "ab")
+    assert "Errno 28" in first.error and (second.error, second.shard, second.row_start) == ("", 0, 0)
+
+
+def test_larger_pages_are_not_shared_by_writes_of_both_kinds(
+    tmp_path: Path, written: list[tuple[bool, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mmap, "PAGESIZE", 65_536)
+    ShardAppender(tmp_path, GEOMETRY, MANY).append("a", _in_pages(_rows(0, 500)))
+    assert written == [(False, HEADER_BYTES, 24_000)]

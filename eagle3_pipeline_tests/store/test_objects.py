@@ -158,7 +158,7 @@ def test_a_manifest_of_another_fingerprint_does_not_count(store: Store) -> None:
 def test_a_newer_manifest_format_is_refused_with_what_to_do(store: Store) -> None:
     path = write_artifact(store).folder / MANIFEST_NAME
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 7, "new_key": 1}))
-    with pytest.raises(StoreError, match="format 7, this version reads 1: upgrade eagle3_pipeline"):
+    with pytest.raises(StoreError, match="format 7, this version reads 2: upgrade eagle3_pipeline"):
         store.get(STAGE, FINGERPRINT)
     assert path.exists(), "what a newer version wrote is left alone"
 

@@ -1,5 +1,6 @@
 """Checksums of shards come from those of their sequences, and any damage to what a sequence owns changes them."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -41,8 +42,11 @@ def _capture(folder: Path) -> None:
 def _publish(store: Store) -> Artifact:
     with store.write("hidden_states", "f") as writer:
         _capture(writer.folder)
-        manifest = Manifest(stage="hidden_states", fingerprint="f", content_id="c", spec={}, inputs={})
-        return writer.publish(manifest, recorded_checksums(writer.folder))
+        return writer.publish(_manifest(), recorded_checksums(writer.folder))
+
+
+def _manifest() -> Manifest:
+    return Manifest(stage="hidden_states", fingerprint="f", content_id="c", spec={}, inputs={})
 
 
 def test_a_shards_checksum_is_of_its_header_its_ids_and_its_sequences_in_order(tmp_path: Path) -> None:
@@ -57,6 +61,7 @@ def test_a_shards_checksum_is_of_its_header_its_ids_and_its_sequences_in_order(t
 
 
 def test_publishing_reads_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a row that the disk lost before is not taken for what was captured."""
     read: list[str] = []
 
     def noted(path: Path) -> str:
@@ -65,9 +70,16 @@ def test_publishing_reads_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(objects, "file_checksum", noted)
     store = Store(tmp_path)
-    artifact = _publish(store)
+    with store.write("hidden_states", "f") as writer:
+        _capture(writer.folder)
+        expected = recorded_checksums(writer.folder)
+        path = writer.folder / shard_name(0)
+        path.write_bytes(path.read_bytes()[:HEADER_BYTES] + bytes(32) + path.read_bytes()[HEADER_BYTES + 32 :])
+        assert recorded_checksums(writer.folder) == expected
+        artifact = writer.publish(_manifest(), expected)
     assert read == [INDEX_NAME]
-    store.verify(artifact)
+    with pytest.raises(CorruptArtifactError, match="shard-00000.safetensors has checksum"):
+        store.verify(artifact)
 
 
 def test_every_byte_that_a_reader_could_see_is_covered(tmp_path: Path) -> None:
@@ -81,9 +93,25 @@ def test_every_byte_that_a_reader_could_see_is_covered(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         try:
             same = read_checksum(path) == expected
-        except ValueError:
+        except Exception:  # of a damaged header any
             same = False
         assert same == (position in unowned), position
+
+
+def test_an_index_with_any_flipped_byte_is_refused(tmp_path: Path) -> None:
+    artifact = _publish(Store(tmp_path / "good"))
+    data = artifact.path(INDEX_NAME).read_bytes()
+    for position in range(0, len(data), 3):
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << position % 8
+        root = tmp_path / str(position)
+        shutil.copytree(tmp_path / "good", root)
+        store = Store(root)
+        copy = store.require("hidden_states", "f")
+        copy.path(INDEX_NAME).write_bytes(damaged)
+        with pytest.raises(CorruptArtifactError, match=rf"{INDEX_NAME} has checksum"):
+            store.verify(copy)
+        shutil.rmtree(root)
 
 
 @pytest.mark.parametrize("name", [shard_name(1), INDEX_NAME])
@@ -106,7 +134,7 @@ def test_an_artifact_of_an_earlier_version_is_verified_by_its_files_bytes(tmp_pa
     store = Store(tmp_path)
     with store.write("hidden_states", "f") as writer:
         _capture(writer.folder)
-        artifact = writer.publish(Manifest(stage="hidden_states", fingerprint="f", content_id="c", spec={}, inputs={}))
+        artifact = writer.publish(_manifest())
     assert not artifact.manifest.files[shard_name(0)].xxh3.startswith("rows:")
     store.verify(artifact)
     path = artifact.path(shard_name(0))

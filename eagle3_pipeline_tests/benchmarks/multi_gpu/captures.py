@@ -3,6 +3,7 @@
 import mmap
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,13 +127,13 @@ def differences(found: Path, expected: Path, layer_ids: tuple[int, ...]) -> tupl
 
 
 def disk_gib_per_s(folder: Path, num_bytes: int) -> float:
-    """Speed of one writer that appends page-aligned memory to a shard, and of flushing."""
+    """Speed of four writers that append page-aligned memory to a shard, and of flushing."""
     block = mmap.mmap(-1, 2**26)
     block.write(np.random.default_rng(0).bytes(len(block)))
     appender, probe = ShardAppender(folder / "disk-probe", Geometry((0,), 2048), 2**60), memoryview(block)
     started = time.monotonic()
-    for number in range(num_bytes // len(block)):
-        appender.append(str(number), probe)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: appender.append(str(number), probe), range(num_bytes // len(block))))
     flush_shards(folder / "disk-probe")
     elapsed = time.monotonic() - started
     appender.close()
