@@ -7,7 +7,6 @@ by eight threads, 64 MiB at a time, as the connector does it. `EAGLE3_PACED_TOKE
 import asyncio
 import heapq
 import itertools
-import mmap
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import EngineError
 from eagle3_pipeline.store.appender import ShardAppender
 from eagle3_pipeline_tests.fake_engine import answer_tokens
+from eagle3_pipeline_tests.page_memory import in_pages
 
 PACED_BACKEND = "eagle3_pipeline_tests.paced_engine:PacedBackend"
 STEP_TOKENS = 32_768
@@ -42,9 +42,9 @@ class PacedBackend:
     async def start(self, spec: EngineSpec) -> None:
         """Draws the states of a step; values from 1 to 2, which no check refuses."""
         self._geometry, self._max_shard_bytes = spec.geometry, spec.max_shard_bytes
-        memory = mmap.mmap(-1, max(STEP_TOKENS * self._geometry.row_bytes, mmap.PAGESIZE))
-        memory.write(np.random.default_rng(0).integers(0x3F80, 0x4000, len(memory) // 2, dtype=np.uint16).tobytes())
-        self._states = memoryview(memory)
+        num_values = STEP_TOKENS * self._geometry.row_bytes // 2
+        states = np.random.default_rng(0).integers(0x3F80, 0x4000, num_values, dtype=np.uint16)
+        self._states = in_pages(states.tobytes())
         self._steps = asyncio.create_task(self._work())
 
     async def generate(

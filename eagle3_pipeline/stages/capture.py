@@ -122,13 +122,11 @@ def answer_states(folder: Path, rows: list[dict]) -> tuple[np.ndarray, np.ndarra
     index = {row["sequence_id"]: row for row in read_index(folder).to_pylist()}
     shards = {number: map_states(folder / shard_name(number))[0] for number in {r["shard"] for r in index.values()}}
     chosen = [known[position] for position in spread_rows(len(known))]
-    places = [(index[row["sequence_id"]], j) for row, j in chosen]
-    rows_of: dict[int, list[int]] = {number: [] for number in shards}
-    for place, j in places:
-        rows_of[place["shard"]].append(place["row_start"] + j)
-    for number, wanted in rows_of.items():
-        prefetch_rows(folder / shard_name(number), wanted)
-    states = [shards[place["shard"]][place["row_start"] + j, -1] for place, j in places]
+    found = [(index[row["sequence_id"]], j) for row, j in chosen]
+    places = [(place["shard"], place["row_start"] + j) for place, j in found]
+    for number in shards:
+        prefetch_rows(folder / shard_name(number), [row for shard, row in places if shard == number])
+    states = [shards[number][row, -1] for number, row in places]
     return bf16_to_float32(np.stack(states)), np.asarray([row["input_ids"][j + 1] for row, j in chosen])
 
 

@@ -1,6 +1,5 @@
 """How fast captured states reach flushed shards on this folder's disk, against one writer that does nothing else."""
 
-import mmap
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ import numpy as np
 from eagle3_pipeline.store.appender import ShardAppender
 from eagle3_pipeline.store.shards import Geometry, ShardRecord, seal_shards
 from eagle3_pipeline_tests.benchmarks.multi_gpu.captures import disk_gib_per_s, flush_shards
+from eagle3_pipeline_tests.page_memory import in_pages
 
 _GEOMETRY = Geometry((2, 15, 27, 30), 576)
 _CHUNKS, _WRITERS, _SEQUENCES, _TOKENS = 6, 4, 12, 14_000
@@ -30,10 +30,7 @@ def run() -> dict[str, Any]:
 
 def _write_and_seal(folder: Path) -> dict[str, Any]:
     tokens = np.zeros(_TOKENS, dtype=np.int32)
-    # Begins at a page, as page-locked memory does.
-    memory = mmap.mmap(-1, _TOKENS * _GEOMETRY.row_bytes)
-    memory.write(np.random.default_rng(0).bytes(len(memory)))
-    states = memoryview(memory)
+    states = in_pages(np.random.default_rng(0).bytes(_TOKENS * _GEOMETRY.row_bytes))
     appenders = [ShardAppender(folder / str(chunk), _GEOMETRY, _MAX_SHARD_BYTES) for chunk in range(_CHUNKS)]
 
     def write(number: int) -> tuple[int, ShardRecord]:

@@ -14,6 +14,7 @@ import pytest
 from eagle3_pipeline.store.appender import ShardAppender
 from eagle3_pipeline.store.records import intact_records, read_records
 from eagle3_pipeline.store.shards import HEADER_BYTES, Geometry, map_states, read_index, seal_shards, shard_name
+from eagle3_pipeline_tests.page_memory import in_pages
 
 GEOMETRY = Geometry((1, 3, 4), 8)  # 48 bytes a row: 256 rows fill three blocks of 4096 bytes
 MANY = 1 << 30
@@ -26,10 +27,7 @@ def _rows(seed: int, num_tokens: int, hidden_size: int = 8) -> np.ndarray:
 
 
 def _in_pages(rows: np.ndarray) -> memoryview:
-    """A copy that begins at a page, as page-locked memory does."""
-    memory = mmap.mmap(-1, rows.nbytes)
-    memory.write(rows.tobytes())
-    return memoryview(memory)
+    return in_pages(rows.tobytes())
 
 
 def _is_direct(descriptor: int) -> bool:

@@ -1,6 +1,5 @@
 """Prefills of stored sequences: what one engine is asked for, what it wrote, how two captures differ."""
 
-import mmap
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from eagle3_pipeline.store.shards import (
     shard_name,
     shard_number,
 )
+from eagle3_pipeline_tests.page_memory import in_pages
 
 Tokens = dict[str, np.ndarray]
 
@@ -128,12 +128,11 @@ def differences(found: Path, expected: Path, layer_ids: tuple[int, ...]) -> tupl
 
 def disk_gib_per_s(folder: Path, num_bytes: int) -> float:
     """Speed of four writers that append page-aligned memory to a shard, and of flushing."""
-    block = mmap.mmap(-1, 2**26)
-    block.write(np.random.default_rng(0).bytes(len(block)))
-    appender, probe = ShardAppender(folder / "disk-probe", Geometry((0,), 2048), 2**60), memoryview(block)
+    appender = ShardAppender(folder / "disk-probe", Geometry((0,), 2048), 2**60)
+    block = in_pages(np.random.default_rng(0).bytes(2**26))
     started = time.monotonic()
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda number: appender.append(str(number), probe), range(num_bytes // len(block))))
+        list(pool.map(lambda number: appender.append(str(number), block), range(num_bytes // len(block))))
     flush_shards(folder / "disk-probe")
     elapsed = time.monotonic() - started
     appender.close()
