@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
@@ -113,7 +114,7 @@ class ShardConnector(ExampleHiddenStatesConnector):
             # A request that was aborted has places for a part of its tokens.
             lengths = [len(places) for places in slots]
             self._reserve(sum(lengths) * self._geometry.row_bytes)
-            states, event = self._copy(torch.cat(slots))
+            states, event = self._copy(torch.from_numpy(np.concatenate(slots)))
             for one in group:
                 self._req_copy_events[one.req_id] = event
             paths = [Path(one.filename) for one in group]
@@ -180,10 +181,11 @@ class ShardConnector(ExampleHiddenStatesConnector):
             return self._appenders[str(folder)]
 
 
-def _slots(block_ids: list[int], num_tokens: int, block_size: int) -> torch.Tensor:
-    """Places in the cache of a request's tokens [num_tokens]."""
-    blocks = torch.tensor(block_ids, dtype=torch.long)
-    return (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[:num_tokens]
+def _slots(block_ids: list[int], num_tokens: int, block_size: int) -> np.ndarray:
+    """Places in the cache of a request's tokens, int64 [num_tokens]."""
+    # Of so few numbers NumPy makes in 5 us what takes PyTorch 20, of the engine's own thread.
+    first = np.asarray(block_ids, dtype=np.int64) * block_size
+    return (first[:, None] + np.arange(block_size)).ravel()[:num_tokens]
 
 
 def _log_failure(written: Future) -> None:

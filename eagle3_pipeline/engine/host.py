@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from eagle3_pipeline.engine.backend import Backend
 from eagle3_pipeline.engine.breaker import CORE_KILLED_EXIT_CODE
 from eagle3_pipeline.engine.jobs import GenerateJob, run_job
@@ -232,7 +234,7 @@ def main() -> None:
             state.update(phase="loading", gpus=list(lease.gpus))
             state.count_start(spec)
             try:
-                asyncio.run(Host(spec, backend, state).serve())
+                uvloop.run(Host(spec, backend, state).serve())
                 code = 0
             finally:
                 backend.shutdown()

@@ -16,11 +16,11 @@ from eagle3_pipeline.engine.backend import Backend, CaptureTarget
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import CaptureError, DiskSpaceError, Eagle3Error, EngineError
 from eagle3_pipeline.store.atomic import storage_error
-from eagle3_pipeline.store.records import intact_records, read_records
+from eagle3_pipeline.store.records import RecordReader, intact_records
 from eagle3_pipeline.store.shards import ShardRecord
 
 PROGRESS_EVERY_S = 2.0
-_RECORD_POLL_S = 0.005
+_RECORD_POLL_S = 0.01
 _WRITE_STALL_S = 120.0
 _STALL_CHECK_S = 5.0
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -47,6 +47,15 @@ class GenerateJob:
     include_output: bool = False
     batch_size: int = 0
     urgent: bool = False
+
+
+@dataclass
+class _Arrival:
+    """A sequence of so many rows, whose record is waited for."""
+
+    rows: int
+    record: asyncio.Future[ShardRecord] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -141,19 +150,19 @@ class _Runner:
         self._folder = Path(job.capture_folder) if job.capture_folder else None
         self._answers = read_journal(Path(job.journal))
         self._records: dict[str, ShardRecord] = {}
-        # One future for each sequence that is waited for: a condition would wake all of them for every record.
-        self._arrivals: dict[str, asyncio.Future[None]] = {}
-        self._offset = 0
+        # The oldest first.
+        self._arrivals: dict[str, _Arrival] = {}
+        self._reader = RecordReader(self._folder) if self._folder else None
         self._geometry = spec.geometry
         self._journal = _open_journal(Path(job.journal))
         self._limit = asyncio.Semaphore(job.batch_size or 2 * spec.max_num_seqs)
 
     async def find_captured(self) -> None:
         """Reads what earlier passes left; minutes of it, for a large chunk, in which the host has other clients."""
-        if self._folder:
+        if self._folder and self._reader:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._records = await asyncio.to_thread(intact_records, self._folder, self._geometry)
-            self._offset = read_records(self._folder)[1]
+            self._reader.read()
 
     def is_done(self, prompt: dict[str, Any]) -> bool:
         """Whether an earlier life of this job finished the prompt, its captured rows included."""
@@ -170,7 +179,7 @@ class _Runner:
     async def run(self, prompts: list[dict[str, Any]], state: _State) -> None:
         for prompt in prompts:
             self._records.pop(prompt["sequence_id"], None)
-        reader = asyncio.create_task(self._read_records()) if self._folder else None
+        reader = asyncio.create_task(self._watch_records(self._reader)) if self._reader else None
         try:
             async with asyncio.TaskGroup() as group:
                 for prompt in prompts:
@@ -209,13 +218,10 @@ class _Runner:
 
     async def _written(self, identity: str, expected_rows: int) -> None:
         """Waits for the writer's record: vLLM answers before its writer threads are done."""
-        waited = 0.0
-        while identity not in self._records:
-            arrival = self._arrivals.setdefault(identity, asyncio.get_running_loop().create_future())
-            if not (await asyncio.wait([arrival], timeout=_STALL_CHECK_S))[0]:
-                waited += _STALL_CHECK_S
-                self._check_stall(identity, expected_rows, waited)
-        record = self._records[identity]
+        record = self._records.get(identity)
+        if not record:
+            arrival = self._arrivals[identity] = _Arrival(expected_rows)
+            record = await arrival.record
         if record.error:
             kind = DiskSpaceError if "Errno 28" in record.error or "Errno 122" in record.error else CaptureError
             raise kind(f"cannot write the hidden states of sequence {identity} to {self._folder}: {record.error}")
@@ -225,25 +231,40 @@ class _Runner:
                 f"expected {expected_rows}"
             )
 
-    def _check_stall(self, identity: str, rows: int, waited_s: float) -> None:
-        """On a full disk the writer cannot even leave the record of its error."""
-        free = shutil.disk_usage(str(self._folder)).free
-        what = f"hidden states of sequence {identity} were not written to {self._folder} within {waited_s:.0f} s"
-        if free < rows * self._geometry.row_bytes:
-            raise DiskSpaceError(f"{what}: {free:,} bytes are free on its volume; free some and run again")
-        if waited_s >= _WRITE_STALL_S:
-            raise CaptureError(f"{what}; {free:,} bytes are free on its volume")
-
-    async def _read_records(self) -> None:
+    async def _watch_records(self, reader: RecordReader) -> None:
+        next_check = 0.0
         while True:
-            records, self._offset = read_records(self._folder or Path(), self._offset)
-            for record in records:
+            for record in reader.read():
                 self._records[record.sequence_id] = record
-                if arrival := self._arrivals.pop(record.sequence_id, None):
-                    arrival.set_result(None)
+                arrival = self._arrivals.pop(record.sequence_id, None)
+                if arrival and not arrival.record.done():
+                    arrival.record.set_result(record)
+            if time.monotonic() >= next_check:
+                next_check = time.monotonic() + _STALL_CHECK_S
+                self._check_stall()
             await asyncio.sleep(_RECORD_POLL_S)
 
+    def _check_stall(self) -> None:
+        """Fails what waits for too long: on a full disk the writer cannot even leave the record of its error."""
+        identity, oldest = next(iter(self._arrivals.items()), ("", None))
+        waited_s = time.monotonic() - oldest.since if oldest else 0.0
+        if not oldest or waited_s < _STALL_CHECK_S:
+            return
+        free = shutil.disk_usage(str(self._folder)).free
+        what = f"hidden states of sequence {identity} were not written to {self._folder} within {waited_s:.0f} s"
+        error: Eagle3Error | None = None
+        if free < oldest.rows * self._geometry.row_bytes:
+            error = DiskSpaceError(f"{what}: {free:,} bytes are free on its volume; free some and run again")
+        elif waited_s >= _WRITE_STALL_S:
+            error = CaptureError(f"{what}; {free:,} bytes are free on its volume")
+        if error:
+            del self._arrivals[identity]
+            if not oldest.record.done():
+                oldest.record.set_exception(error)
+
     def close(self) -> None:
+        if self._reader:
+            self._reader.close()
         # What could not be written was told when it was; closing tries once more.
         with contextlib.suppress(OSError):
             self._journal.close()

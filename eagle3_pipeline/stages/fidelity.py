@@ -9,7 +9,7 @@ import pyarrow as pa
 from eagle3_pipeline.errors import CaptureError
 from eagle3_pipeline.store.shards import Geometry, ShardRecord, map_states, shard_name
 from eagle3_pipeline.store.threads import in_threads
-from eagle3_pipeline.store.values import look_at
+from eagle3_pipeline.store.values import Seen, look_at
 
 
 def check_states(
@@ -33,7 +33,7 @@ def check_states(
         records: of the sequences, by whoever wrote them and looked at their values; `None`: all rows are read.
 
     Returns:
-        Statistics: variance of each layer, over all rows of short sequences and 32 to 63 rows of longer ones.
+        Statistics: variance of each layer, over all rows of short sequences and 8 to 15 rows of longer ones.
 
     Raises:
         CaptureError: names the check, the sequence and the position.
@@ -74,15 +74,16 @@ def check_states(
 
 def _seen(
     states: np.ndarray, places: dict[str, slice], geometry: Geometry, records: Mapping[str, ShardRecord] | None
-) -> list[tuple[str, list[list[float]]]]:
+) -> list[Seen]:
     """Fault and moments of each sequence, as `look_at` tells them."""
 
-    def seen(name: str) -> tuple[str, list[list[float]]]:
+    def seen(name: str) -> Seen:
         record = records[name] if records else None
         # One that an engine of an earlier version wrote says nothing of the values.
         if record and (record.fault or record.moments):
             return record.fault, record.moments
-        return look_at(states[places[name]], geometry.layer_ids)
+        own = states[places[name]]
+        return look_at(own, [len(own)], geometry.layer_ids)[0]
 
     return in_threads(seen, places)
 

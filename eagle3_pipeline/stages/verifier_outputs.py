@@ -6,7 +6,7 @@ sequences. Missing neither, nothing is started.
 
 import shutil
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +195,7 @@ def _write_sequences(
     context.log(
         f"{where}: {len(sequences):,} of {num_turns:,} turns give a training sequence; rejected: {describe(reasons)}"
     )
-    rows = [asdict(sequence) for sequence in sequences]
+    rows = [vars(sequence) for sequence in sequences]
     counts = sorted(count_supervised(sequences).items())
     pq.write_table(pa.Table.from_pylist(rows, SEQUENCE_SCHEMA), writer.folder / SEQUENCES)
     pq.write_table(rejections, writer.folder / REJECTED)

@@ -15,7 +15,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -119,10 +119,9 @@ class ShardAppender:
         shape = sum(run.lengths), len(self._geometry.layer_ids), self._geometry.hidden_size
         states = np.ndarray(shape, dtype="<u2", buffer=data)
         records, row = [], 0
-        for name, n in zip(names, run.lengths, strict=True):
-            own = states[row : row + n]
-            fault, moments = look_at(own, self._geometry.layer_ids)
-            checksum = xxhash.xxh3_64_hexdigest(own.data)
+        seen = look_at(states, run.lengths, self._geometry.layer_ids)
+        for name, n, (fault, moments) in zip(names, run.lengths, seen, strict=True):
+            checksum = xxhash.xxh3_64_hexdigest(states[row : row + n].data)
             records.append(ShardRecord(name, run.shard, run.row_start + row, n, checksum, "", fault, moments))
             row += n
         return records
@@ -207,7 +206,7 @@ class ShardAppender:
     def _record(self, records: list[ShardRecord]) -> None:
         with self._lock:
             self._unrecorded += records
-            lines = self._line_break + "".join(json.dumps(asdict(r)) + "\n" for r in self._unrecorded).encode()
+            lines = self._line_break + "".join(json.dumps(vars(r)) + "\n" for r in self._unrecorded).encode()
             # On a full disk the record waits for the next one; the host sees the stall and the full disk.
             with contextlib.suppress(OSError):
                 if self._records < 0:

@@ -1,27 +1,59 @@
 """What became of captured sequences: a line each in `records.jsonl`, which the shards' writers leave."""
 
+import contextlib
 import json
+import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from eagle3_pipeline.store.shards import RECORDS_NAME, Geometry, ShardRecord, rows_checksum, shard_name
 from eagle3_pipeline.store.threads import in_threads
 
+_READ_BYTES = 2**20
 
-def read_records(folder: Path, offset: int = 0) -> tuple[list[ShardRecord], int]:
-    """Complete records from a byte offset on, and the offset after them.
 
-    A torn last line is left for later; one that a later process wrote behind is passed over.
-    """
-    try:
-        with (folder / RECORDS_NAME).open("rb") as file:
-            file.seek(offset)
-            data = file.read()
-    except FileNotFoundError:
-        return [], offset
-    complete = data[: data.rfind(b"\n") + 1]
-    found = [_parse_record(line) for line in complete.splitlines()]
-    return [record for record in found if record], offset + len(complete)
+class RecordReader:
+    """Reads the records of a folder as they are written; its file need not be there yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / RECORDS_NAME
+        self._descriptor = -1
+        self._offset = 0
+
+    def read(self) -> list[ShardRecord]:
+        """Complete records since the last call.
+
+        A torn last line is left for later; one that a later process wrote behind is passed over.
+        """
+        if self._descriptor < 0:
+            try:
+                self._descriptor = os.open(self._path, os.O_RDONLY)
+            except FileNotFoundError:
+                return []
+        data = b"".join(self._blocks())
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        found = [_parse_record(line) for line in complete.splitlines()]
+        return [record for record in found if record]
+
+    def _blocks(self) -> Iterator[bytes]:
+        position = self._offset
+        while block := os.pread(self._descriptor, _READ_BYTES, position):
+            yield block
+            position += len(block)
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def read_records(folder: Path) -> list[ShardRecord]:
+    """All complete records of a folder."""
+    with contextlib.closing(RecordReader(folder)) as reader:
+        return reader.read()
 
 
 def _parse_record(line: bytes) -> ShardRecord | None:
@@ -49,7 +81,7 @@ def intact_records(folder: Path, geometry: Geometry) -> dict[str, ShardRecord]:
 
 
 def _recorded(folder: Path) -> list[ShardRecord]:
-    return [record for record in read_records(folder)[0] if not record.error]
+    return [record for record in read_records(folder) if not record.error]
 
 
 def _intact(folder: Path, records: list[ShardRecord], geometry: Geometry) -> dict[str, ShardRecord]:

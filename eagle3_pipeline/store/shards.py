@@ -10,7 +10,7 @@ import math
 import os
 import struct
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -119,7 +119,7 @@ def seal_shards(
     for path in sorted(folder.glob("shard-*.safetensors")):
         _seal_one(path, by_shard.get(shard_number(path), []), tokens, geometry, metadata)
     ordered = sorted(by_shard.items())
-    rows = [asdict(r) for _, group in ordered for r in sorted(group, key=lambda r: r.row_start)]
+    rows = [vars(r) for _, group in ordered for r in sorted(group, key=lambda r: r.row_start)]
     index = pa.Table.from_pylist(rows, schema=_INDEX_SCHEMA)
     pq.write_table(index, folder / INDEX_NAME)
     (folder / RECORDS_NAME).unlink(missing_ok=True)

@@ -1,7 +1,11 @@
-"""How fast captured states reach flushed shards on this folder's disk, against one writer that does nothing else."""
+"""How fast captured states reach flushed shards on this folder's disk, against one writer that does nothing else.
+
+And beside a thread of the same process that never waits, as an engine's own with short sequences of a small verifier.
+"""
 
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,8 @@ from eagle3_pipeline_tests.page_memory import in_pages
 _GEOMETRY = Geometry((2, 15, 27, 30), 576)
 _CHUNKS, _WRITERS, _SEQUENCES, _TOKENS = 6, 4, 12, 14_000
 _MAX_SHARD_BYTES = 2**31
+# Written at once by the engine's threads: 64 MiB.
+_BUSY_WRITERS, _BUSY_GROUPS, _BUSY_SEQUENCES, _BUSY_TOKENS = 8, 64, 70, 204
 
 
 def run() -> dict[str, Any]:
@@ -25,7 +31,42 @@ def run() -> dict[str, Any]:
     for _ in range(2):
         with tempfile.TemporaryDirectory(dir=Path.cwd()) as temporary:
             found = {"disk alone (GiB/s)": disk_gib_per_s(Path(temporary), 2**31), **_write_and_seal(Path(temporary))}
-    return found
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as temporary:
+        return found | _write_beside_a_busy_thread(Path(temporary))
+
+
+def _write_beside_a_busy_thread(folder: Path) -> dict[str, Any]:
+    """Python's lock is held by one thread at a time, and a writer that wants it back waits for up to 5 ms."""
+    states = np.random.default_rng(0).integers(0x3F80, 0x4000, 2**25, dtype=np.uint16)
+    data = in_pages(states.tobytes())[: _BUSY_SEQUENCES * _BUSY_TOKENS * _GEOMETRY.row_bytes]
+    appenders = [ShardAppender(folder / str(writer), _GEOMETRY, _MAX_SHARD_BYTES) for writer in range(_BUSY_WRITERS)]
+    names = [f"s{number}" for number in range(_BUSY_SEQUENCES)]
+
+    def write(number: int) -> None:
+        appenders[number % _BUSY_WRITERS].append_all(names, [_BUSY_TOKENS] * len(names), data)
+
+    until = time.monotonic() + 1.0
+    alone = _steps_per_s(lambda: time.monotonic() > until)
+    with ThreadPoolExecutor(_BUSY_WRITERS) as pool:
+        started = time.monotonic()
+        written = [pool.submit(write, number) for number in range(_BUSY_GROUPS)]
+        busy = _steps_per_s(lambda: all(one.done() for one in written))
+        written_s = time.monotonic() - started
+        for one in written:
+            one.result()
+    what = f"{_BUSY_WRITERS} writers of {_BUSY_TOKENS} tokens beside a busy thread"
+    return {
+        f"{what} (sequences/s)": _BUSY_GROUPS * _BUSY_SEQUENCES / written_s,
+        f"{what}: its own speed, of that alone (%)": 100 * busy / alone,
+    }
+
+
+def _steps_per_s(over: Callable[[], bool]) -> float:
+    started, steps = time.monotonic(), 0
+    while not over():
+        sum(range(20_000))
+        steps += 1
+    return steps / (time.monotonic() - started)
 
 
 def _write_and_seal(folder: Path) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def test_a_request_that_was_cut_off_shifts_no_other(
     made = _connector(0, pending)
     made.get_finished({"cut", "none", "whole"})
     made._executor.shutdown()
-    records = {record.sequence_id: record for record in read_records(tmp_path)[0]}
+    records = {record.sequence_id: record for record in read_records(tmp_path)}
     assert {name: record.num_tokens for name, record in records.items()} == {"cut": BLOCK, "none": 0, "whole": 3}
     start = HEADER_BYTES + records["whole"].row_start * GEOMETRY.row_bytes
     expected = made._kv_cache[6, :, :3].transpose(0, 1).contiguous().view(torch.int16).numpy().tobytes()
@@ -91,7 +91,7 @@ def test_a_step_is_taken_over_once(tmp_path: Path) -> None:
     assert made.get_finished({"a"})[0] == {"a"}
     assert made.get_finished(set())[0] is None
     made._executor.shutdown()
-    assert len(read_records(tmp_path)[0]) == 1
+    assert len(read_records(tmp_path)) == 1
 
 
 def test_copies_wait_for_the_steps_before_and_not_for_the_current_one(

@@ -112,7 +112,7 @@ def test_many_threads_and_shards_are_read_back_bit_exact(tmp_path: Path, written
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, groups))
     appender.close()
-    records = read_records(tmp_path)[0]
+    records = read_records(tmp_path)
     tokens = {name: np.arange(len(rows), dtype=np.int32) for name, rows in data.items()}
     seal_shards(tmp_path, records, tokens, GEOMETRY, {})
     index = read_index(tmp_path).to_pylist()

@@ -7,6 +7,7 @@ import struct
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,12 @@ from safetensors import safe_open
 
 from eagle3_pipeline.errors import CaptureError, StoreError
 from eagle3_pipeline.store import appender as appending
+from eagle3_pipeline.store import records as recording
 from eagle3_pipeline.store import shards
 from eagle3_pipeline.store.appender import ShardAppender
 from eagle3_pipeline.store.manifest import Manifest
 from eagle3_pipeline.store.objects import Store
-from eagle3_pipeline.store.records import intact_records, read_records, written_records
+from eagle3_pipeline.store.records import RecordReader, intact_records, read_records, written_records
 from eagle3_pipeline.store.shards import (
     HEADER_BYTES,
     RECORDS_NAME,
@@ -73,7 +75,7 @@ def test_sequences_of_eight_threads_are_read_back_bit_exact(tmp_path: Path) -> N
         thread.join()
     appender.close()
 
-    records, _ = read_records(tmp_path)
+    records = read_records(tmp_path)
     assert sorted(r.sequence_id for r in records) == sorted(names)
     index = seal_shards(tmp_path, records, tokens, GEOMETRY, {"layer_ids": [1, 3, 4], "verifier": "v"})
     assert read_index(tmp_path).equals(index)
@@ -183,16 +185,37 @@ def test_sealing_twice_gives_the_same_files(tmp_path: Path) -> None:
     assert contents[0] == contents[1]
 
 
-def test_a_torn_last_record_is_ignored_until_it_is_whole(tmp_path: Path) -> None:
+def test_a_torn_last_record_is_read_when_it_is_whole(tmp_path: Path) -> None:
     appender = ShardAppender(tmp_path, GEOMETRY, MANY)
     first, second = (_append(appender, name, _rows(i, 2)) for i, name in enumerate("ab"))
     path = tmp_path / RECORDS_NAME
     whole = path.read_bytes()
-    path.write_bytes(whole[:-10])
-    records, offset = read_records(tmp_path)
-    assert records == [first] and offset == whole.index(b"\n") + 1
-    path.write_bytes(whole)
-    assert read_records(tmp_path, offset) == ([second], len(whole))
+    os.truncate(path, len(whole) - 10)
+    with closing(RecordReader(tmp_path)) as reader:
+        assert reader.read() == [first]
+        assert reader.read() == []
+        with path.open("ab") as file:
+            file.write(whole[-10:])
+        assert reader.read() == [second]
+        assert reader.read() == []
+
+
+def test_records_are_read_from_the_first_one_on_however_early_one_looks(tmp_path: Path) -> None:
+    with closing(RecordReader(tmp_path)) as reader:
+        assert reader.read() == []
+        appender = ShardAppender(tmp_path, GEOMETRY, MANY)
+        written = [_append(appender, f"s{number}", _rows(number, 2)) for number in range(3)]
+        assert reader.read() == written
+        more = _append(appender, "more", _rows(9, 4))
+        assert reader.read() == [more]
+    assert read_records(tmp_path) == [*written, more]
+
+
+def test_more_records_than_are_read_at_once_are_all_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    appender = ShardAppender(tmp_path, GEOMETRY, MANY)
+    written = [_append(appender, f"s{number}", _rows(number, 1)) for number in range(20)]
+    monkeypatch.setattr(recording, "_READ_BYTES", 100)
+    assert read_records(tmp_path) == written
 
 
 def test_an_appender_after_a_torn_record_does_not_continue_its_line(tmp_path: Path) -> None:
@@ -203,7 +226,7 @@ def test_an_appender_after_a_torn_record_does_not_continue_its_line(tmp_path: Pa
     path.write_bytes(path.read_bytes()[:-10])
     restarted = ShardAppender(tmp_path, GEOMETRY, MANY)
     third, fourth = (_append(restarted, name, _rows(2, 3)) for name in ("c", "d"))
-    assert read_records(tmp_path)[0] == [first, third, fourth]
+    assert read_records(tmp_path) == [first, third, fourth]
     assert set(intact_records(tmp_path, GEOMETRY)) == {"a", "c", "d"}
 
 

@@ -67,7 +67,7 @@ def prefill(client: EngineClient, spec: EngineSpec, sequences: Tokens, folder: P
     if not spec.layer_ids:
         return Prefilled(counts["prompt_tokens"], counts["elapsed_s"])
     geometry = Geometry(spec.layer_ids, spec.hidden_size)
-    records = read_records(states)[0]
+    records = read_records(states)
     faults = _faults(states, records, sequences, geometry)
     started = time.monotonic()
     seal_shards(states, {r.sequence_id: r for r in records}.values(), sequences, geometry, {})

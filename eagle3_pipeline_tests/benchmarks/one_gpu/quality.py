@@ -18,12 +18,13 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from eagle3_pipeline.engine.devices import count_gpus
 from eagle3_pipeline_tests.benchmarks.multi_gpu.report import Report, made_folder
 from eagle3_pipeline_tests.benchmarks.one_gpu.quality_chain import DRAFTS, FULL, ON_CPU, ON_GPU, SPEED, USUAL, Quality
-from eagle3_pipeline_tests.benchmarks.one_gpu.quality_table import fill_table
+from eagle3_pipeline_tests.benchmarks.one_gpu.quality_table import fill_data, fill_served, fill_table, fill_trained
 from eagle3_pipeline_tests.benchmarks.one_gpu.quality_usual import train_usual
 
 _SERVE = re.compile(r"serve(?:-(\w+))?-(\d+)")
@@ -50,7 +51,7 @@ def main() -> int:
     quality.prepare(arguments.gguf_parts)
     try:
         for step in arguments.steps:
-            report.step(step, _needs_s(step, arguments), _work(step, quality, report, arguments))
+            report.step(step, _needs_s(step, arguments), partial(_run, _work(step, quality, report, arguments)))
             if not arguments.keep_engines:
                 quality.retire()
         failed = bool([check for check in report.checks if not check["passed"]])
@@ -100,17 +101,27 @@ def _needs_s(step: str, arguments: argparse.Namespace) -> float:
     return 130.0 if step.startswith("serve") else 0.0
 
 
-def _work(step: str, quality: Quality, report: Report, arguments: argparse.Namespace) -> Callable[[], object]:
+def _run(works: tuple[Callable[[], object], ...]) -> None:
+    for work in works:
+        work()
+
+
+def _work(
+    step: str, quality: Quality, report: Report, arguments: argparse.Namespace
+) -> tuple[Callable[[], object], ...]:
+    """What a step does, and its rows, which are there whatever becomes of the next step."""
     if served := _SERVE.fullmatch(step):
-        return lambda: quality.serve(served[1] or FULL, int(served[2]))
+        draft = served[1] or FULL, int(served[2])
+        return partial(quality.serve, *draft), partial(fill_served, quality, report, *draft)
     if trained := _TRAIN.fullmatch(step):
-        return lambda: quality.train(trained[1] or FULL)
+        name = trained[1] or FULL
+        return partial(quality.train, name), partial(fill_trained, quality, report, name)
     if step == "usual":
         limits = arguments.usual_s, arguments.usual_epochs, arguments.usual_workers
-        return lambda: train_usual(quality, *limits, arguments.usual_attention)
+        return (partial(train_usual, quality, *limits, arguments.usual_attention),)
     if step == "table":
-        return lambda: fill_table(quality, report)
-    return quality.make_data
+        return (partial(fill_table, quality, report),)
+    return quality.make_data, partial(fill_data, quality, report)
 
 
 if __name__ == "__main__":

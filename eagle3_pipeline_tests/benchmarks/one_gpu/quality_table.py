@@ -32,18 +32,24 @@ _TRAINED = (
 
 def fill_table(quality: Quality, report: Report) -> None:
     """Rows of everything that ran; says what did not."""
-    _data(quality, report)
+    fill_data(quality, report)
     for name in [draft for draft in DRAFTS if draft not in (SPEED, USUAL)]:
-        _trained(quality, report, name)
+        fill_trained(quality, report, name)
     _usual(quality, report)
     for name in [draft for draft in DRAFTS if draft != SPEED]:
         for num_tokens in range(1, _MOST_TOKENS + 1):
-            if found := quality.served(name, num_tokens):
-                _served(report, f"{name}, {num_tokens} drafted", *found)
+            fill_served(quality, report, name, num_tokens)
     _judge(quality, report)
 
 
-def _data(quality: Quality, report: Report) -> None:
+def fill_served(quality: Quality, report: Report, name: str, num_tokens: int) -> None:
+    """Rows of a served draft, if it was served."""
+    if found := quality.served(name, num_tokens):
+        _served(report, f"{name}, {num_tokens} drafted", *found)
+
+
+def fill_data(quality: Quality, report: Report) -> None:
+    """Rows of answers, states and the vocabulary map."""
     context = quality.context(FULL)
     made = {key: context.last_manifest(ids.SYNTHETIC_GENERATIONS, key) for key in context.all_chunks()}
     states = {key: context.last_manifest(ids.HIDDEN_STATES, key) for key in made}
@@ -65,7 +71,8 @@ def _data(quality: Quality, report: Report) -> None:
         report.row("data", "draft vocabulary covers", vocab.metrics["coverage"])
 
 
-def _trained(quality: Quality, report: Report, name: str) -> None:
+def fill_trained(quality: Quality, report: Report, name: str) -> None:
+    """Rows of a draft's training."""
     context = quality.context(name)
     if not (made := context.last_manifest(ids.DRAFT_CHECKPOINT)):
         report.skip(f"train {name}", "no checkpoint")
