@@ -11,13 +11,14 @@ from typing import Any
 
 from tabulate import tabulate
 
-from eagle3_pipeline_tests.benchmarks import backfill, capture, engine, orchestration, publish, scale, shards
+from eagle3_pipeline_tests.benchmarks import backfill, capture, engine, host, orchestration, publish, scale, shards
 from eagle3_pipeline_tests.benchmarks.machine import machine
 
 PARTS = {
     "capture": capture.run,
     "shards": shards.run,
     "publish": publish.run,
+    "host": host.run,
     "orchestration": orchestration.run,
     "scale": scale.run,
     "training": lambda: importlib.import_module(f"{__package__}.training").run(),
