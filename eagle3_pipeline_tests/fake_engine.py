@@ -103,9 +103,21 @@ class FakeCoreDeadError(Exception):
     """As vLLM's `EngineDeadError`: none of ours, and raised by every request from then on."""
 
 
-async def _wait_for_ever(_server: asyncio.base_events.Server) -> None:
-    """As in Python 3.12 while a connection stays open."""
-    await asyncio.Event().wait()
+class _PatientServer:
+    """A server whose end is waited for, as in Python 3.12, while a connection stays open."""
+
+    def __init__(self, server: asyncio.Server) -> None:
+        self.close = server.close
+
+    async def wait_closed(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def _start_patient_server(*args: Any, **kwargs: Any) -> _PatientServer:
+    return _PatientServer(await _start_unix_server(*args, **kwargs))
+
+
+_start_unix_server = asyncio.start_unix_server
 
 
 class FakeBackend:
@@ -127,9 +139,9 @@ class FakeBackend:
         self._counters: dict[str, Any] = {}
 
     async def start(self, spec: EngineSpec) -> None:
-        if os.environ.get("EAGLE3_FAKE_WAIT_CLOSED"):
-            asyncio.base_events.Server.wait_closed = _wait_for_ever  # type: ignore[assignment, method-assign]
         """Waits as a load would."""
+        if os.environ.get("EAGLE3_FAKE_WAIT_CLOSED"):
+            asyncio.start_unix_server = _start_patient_server  # type: ignore[assignment]
         if os.environ.get("EAGLE3_FAKE_CORE"):
             self._core = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL)
         await self._pass_gate("core")

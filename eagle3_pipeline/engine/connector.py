@@ -109,16 +109,32 @@ class ShardConnector(ExampleHiddenStatesConnector):
                 captured.append(one)
             else:
                 self._req_copy_events[one.req_id] = _CopyDone()
+        # Jobs' requests take turns; each folder's are written together.
+        captured.sort(key=lambda one: os.path.dirname(one.filename))
         for group in self._groups(captured):
+            paths = [Path(one.filename) for one in group]
             slots = [_slots(one.block_ids, len(one.token_ids), self._block_size) for one in group]
             # A request that was aborted has places for a part of its tokens.
             lengths = [len(places) for places in slots]
-            self._reserve(sum(lengths) * self._geometry.row_bytes)
-            states, event = self._copy(torch.from_numpy(np.concatenate(slots)))
+            starts = self._starts(paths, lengths)
+            gathered = np.zeros(starts[-1] + lengths[-1], dtype=np.int64)
+            for start, places in zip(starts, slots, strict=True):
+                gathered[start : start + len(places)] = places
+            self._reserve(len(gathered) * self._geometry.row_bytes)
+            states, event = self._copy(torch.from_numpy(gathered))
             for one in group:
                 self._req_copy_events[one.req_id] = event
-            paths = [Path(one.filename) for one in group]
-            self._executor.submit(self._write, states, event, paths, lengths).add_done_callback(_log_failure)
+            self._executor.submit(self._write, states, event, paths, starts, lengths).add_done_callback(_log_failure)
+
+    def _starts(self, paths: list[Path], lengths: list[int]) -> list[int]:
+        """Rows of a gathered group at which sequences start; a folder's first at a whole block of the disk."""
+        rows, starts, end = self._geometry.rows_of_blocks, list[int](), 0
+        for number, (path, length) in enumerate(zip(paths, lengths, strict=True)):
+            if number and path.parent != paths[number - 1].parent:
+                end = math.ceil(end / rows) * rows
+            starts.append(end)
+            end += length
+        return starts
 
     def _groups(self, pending: list[Any]) -> Iterator[list[Any]]:
         group: list[Any] = []
@@ -149,19 +165,22 @@ class ShardConnector(ExampleHiddenStatesConnector):
         copied.record(stream)
         return states, copied
 
-    def _write(self, states: torch.Tensor, event: Any, paths: list[Path], lengths: list[int]) -> None:
+    def _write(
+        self, states: torch.Tensor, event: Any, paths: list[Path], starts: list[int], lengths: list[int]
+    ) -> None:
         try:
             event.synchronize()
-            rows, start = states.contiguous().view(torch.int16).numpy(), 0
+            rows = states.contiguous().view(torch.int16).numpy()
             # Requests of several jobs may end in one step.
-            for folder, members in itertools.groupby(zip(paths, lengths, strict=True), lambda pair: pair[0].parent):
-                names, counts = zip(*((path.name, count) for path, count in members), strict=True)
-                end = start + sum(counts)
-                self._appender(folder).append_all(names, counts, memoryview(rows[start:end]))
-                start = end
+            for folder, members in itertools.groupby(
+                zip(paths, starts, lengths, strict=True), lambda member: member[0].parent
+            ):
+                own, begins, counts = zip(*members, strict=True)
+                names = [path.name for path in own]
+                self._appender(folder).append_all(names, counts, memoryview(rows[begins[0] : begins[-1] + counts[-1]]))
         finally:
             with self._freed:
-                self._bytes_in_flight -= sum(lengths) * self._geometry.row_bytes
+                self._bytes_in_flight -= len(states) * self._geometry.row_bytes
                 self._freed.notify_all()
 
     def _reserve(self, num_bytes: int) -> None:

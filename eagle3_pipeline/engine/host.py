@@ -130,6 +130,9 @@ class Host:
         self, request: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         async def send(event: dict[str, Any]) -> None:
+            # What uvloop raises of a closed stream is no ConnectionError.
+            if writer.is_closing():
+                raise ConnectionError("it disconnected before its answer")
             writer.write(json.dumps(event).encode() + b"\n")
             await writer.drain()
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from eagle3_pipeline.engine.backend import Backend, CaptureTarget
 from eagle3_pipeline.engine.spec import EngineSpec
-from eagle3_pipeline.errors import CaptureError, DiskSpaceError, Eagle3Error, EngineError
+from eagle3_pipeline.errors import CaptureError, DiskSpaceError, Eagle3Error, EngineError, StoreError
 from eagle3_pipeline.store.atomic import storage_error
 from eagle3_pipeline.store.records import RecordReader, intact_records
 from eagle3_pipeline.store.shards import ShardRecord
@@ -51,11 +51,11 @@ class GenerateJob:
 
 @dataclass
 class _Arrival:
-    """A sequence of so many rows, whose record is waited for."""
+    """A sequence of so many rows, whose record is waited for; how often it was missed since."""
 
     rows: int
-    record: asyncio.Future[ShardRecord] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    since: float = field(default_factory=time.monotonic)
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+    misses: int = 0
 
 
 @dataclass
@@ -150,7 +150,6 @@ class _Runner:
         self._folder = Path(job.capture_folder) if job.capture_folder else None
         self._answers = read_journal(Path(job.journal))
         self._records: dict[str, ShardRecord] = {}
-        # The oldest first.
         self._arrivals: dict[str, _Arrival] = {}
         self._reader = RecordReader(self._folder) if self._folder else None
         self._geometry = spec.geometry
@@ -179,19 +178,19 @@ class _Runner:
     async def run(self, prompts: list[dict[str, Any]], state: _State) -> None:
         for prompt in prompts:
             self._records.pop(prompt["sequence_id"], None)
-        reader = asyncio.create_task(self._watch_records(self._reader)) if self._reader else None
         try:
-            async with asyncio.TaskGroup() as group:
-                for prompt in prompts:
-                    await self._limit.acquire()
-                    group.create_task(self._one(prompt, state))
+            async with asyncio.TaskGroup() as outer:
+                watching = outer.create_task(self._watch_records(self._reader)) if self._reader else None
+                async with asyncio.TaskGroup() as group:
+                    for prompt in prompts:
+                        await self._limit.acquire()
+                        group.create_task(self._one(prompt, state))
+                if watching:
+                    watching.cancel()
         except* Exception as errors:
             # The first of ours says most; else whatever the engine raised first.
             ours, others = errors.split(Eagle3Error)
             raise _first(ours or others or errors) from None
-        finally:
-            if reader:
-                reader.cancel()
 
     async def _one(self, prompt: dict[str, Any], state: _State) -> None:
         try:
@@ -218,10 +217,9 @@ class _Runner:
 
     async def _written(self, identity: str, expected_rows: int) -> None:
         """Waits for the writer's record: vLLM answers before its writer threads are done."""
-        record = self._records.get(identity)
-        if not record:
-            arrival = self._arrivals[identity] = _Arrival(expected_rows)
-            record = await arrival.record
+        if identity not in self._records:
+            await self._arrivals.setdefault(identity, _Arrival(expected_rows)).event.wait()
+        record = self._records[identity]
         if record.error:
             kind = DiskSpaceError if "Errno 28" in record.error or "Errno 122" in record.error else CaptureError
             raise kind(f"cannot write the hidden states of sequence {identity} to {self._folder}: {record.error}")
@@ -232,35 +230,40 @@ class _Runner:
             )
 
     async def _watch_records(self, reader: RecordReader) -> None:
-        next_check = 0.0
-        while True:
-            for record in reader.read():
-                self._records[record.sequence_id] = record
-                arrival = self._arrivals.pop(record.sequence_id, None)
-                if arrival and not arrival.record.done():
-                    arrival.record.set_result(record)
-            if time.monotonic() >= next_check:
-                next_check = time.monotonic() + _STALL_CHECK_S
-                self._check_stall()
-            await asyncio.sleep(_RECORD_POLL_S)
+        """Hands out records as they come; an error of it ends the job."""
+        next_check = time.monotonic() + _STALL_CHECK_S
+        try:
+            while True:
+                records = {record.sequence_id: record for record in reader.read()}
+                self._records |= records
+                for identity in records:
+                    if arrival := self._arrivals.pop(identity, None):
+                        arrival.event.set()
+                if time.monotonic() >= next_check:
+                    next_check = time.monotonic() + _STALL_CHECK_S
+                    self._check_stall()
+                await asyncio.sleep(_RECORD_POLL_S)
+        except OSError as error:
+            raise StoreError(f"cannot follow the captured states in {self._folder}: {error}") from error
 
     def _check_stall(self) -> None:
-        """Fails what waits for too long: on a full disk the writer cannot even leave the record of its error."""
-        identity, oldest = next(iter(self._arrivals.items()), ("", None))
-        waited_s = time.monotonic() - oldest.since if oldest else 0.0
-        if not oldest or waited_s < _STALL_CHECK_S:
+        """Fails the job for what waits too long: on a full disk the writer cannot even leave a record of its error.
+
+        What counts is how often a sequence was missed, not the clock: a stopped process has not waited.
+        """
+        for arrival in self._arrivals.values():
+            arrival.misses += 1
+        late = {name: arrival for name, arrival in self._arrivals.items() if arrival.misses > 1}
+        if not late:
             return
         free = shutil.disk_usage(str(self._folder)).free
-        what = f"hidden states of sequence {identity} were not written to {self._folder} within {waited_s:.0f} s"
-        error: Eagle3Error | None = None
-        if free < oldest.rows * self._geometry.row_bytes:
-            error = DiskSpaceError(f"{what}: {free:,} bytes are free on its volume; free some and run again")
-        elif waited_s >= _WRITE_STALL_S:
-            error = CaptureError(f"{what}; {free:,} bytes are free on its volume")
-        if error:
-            del self._arrivals[identity]
-            if not oldest.record.done():
-                oldest.record.set_exception(error)
+        for identity, arrival in late.items():
+            waited_s = (arrival.misses - 1) * _STALL_CHECK_S
+            what = f"hidden states of sequence {identity} were not written to {self._folder} within {waited_s:.0f} s"
+            if free < arrival.rows * self._geometry.row_bytes:
+                raise DiskSpaceError(f"{what}: {free:,} bytes are free on its volume; free some and run again")
+            if waited_s >= _WRITE_STALL_S:
+                raise CaptureError(f"{what}; {free:,} bytes are free on its volume")
 
     def close(self) -> None:
         if self._reader:

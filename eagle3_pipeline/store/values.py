@@ -34,6 +34,8 @@ def look_at(states: np.ndarray, lengths: Sequence[int], layer_ids: Sequence[int]
         empty: there is none. And moments [3][A+1] of states without a fault: number, sum and sum of squares of each
         layer's values, of 8 to 15 rows of a longer sequence.
     """
+    if not lengths:
+        return []
     starts = np.cumsum([0, *lengths])
     faults = _faults(states, starts, layer_ids)
     return [(fault, [] if fault else own) for fault, own in zip(faults, _moments(states, starts), strict=True)]
@@ -59,8 +61,10 @@ def _moments(states: np.ndarray, starts: np.ndarray) -> list[list[list[float]]]:
     """Moments [3][A+1] of each sequence."""
     rows = [np.arange(a, b, max(1, (b - a) // _MOMENT_ROWS)) for a, b in itertools.pairwise(starts)]
     counts = np.array([len(own) for own in rows])
-    # A row more, of zeros: where the last sequence is empty its first row would not be there.
-    sums = np.add.reduceat(_row_sums(states, np.concatenate(rows)), np.cumsum(counts) - counts, axis=0)
+    # Sums of values that are not finite are thrown away.
+    with np.errstate(invalid="ignore"):
+        # A row more, of zeros: where the last sequence is empty its first row would not be there.
+        sums = np.add.reduceat(_row_sums(states, np.concatenate(rows)), np.cumsum(counts) - counts, axis=0)
     sums[counts == 0] = 0.0
     numbers = np.repeat(counts * float(states.shape[2]), states.shape[1]).reshape(-1, 1, states.shape[1])
     return np.concatenate([numbers, sums], axis=1).tolist()
@@ -73,9 +77,7 @@ def _row_sums(states: np.ndarray, rows: np.ndarray) -> np.ndarray:
     for start in range(0, len(rows), at_once):
         block = rows[start : start + at_once]
         own = sums[start : start + len(block)]
-        # Sums of values that are not finite are thrown away.
-        with np.errstate(invalid="ignore"):
-            values = bf16_to_float32(states[block]).astype(np.float64)
-            values.sum(axis=2, out=own[:, 0])
-            np.einsum("nah,nah->na", values, values, out=own[:, 1])
+        values = bf16_to_float32(states[block]).astype(np.float64)
+        values.sum(axis=2, out=own[:, 0])
+        np.einsum("nah,nah->na", values, values, out=own[:, 1])
     return sums

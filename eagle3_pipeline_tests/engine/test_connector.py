@@ -1,11 +1,13 @@
 """Decisions of the connector and the engine's arguments, without an engine."""
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,8 +22,9 @@ from eagle3_pipeline.engine import connector
 from eagle3_pipeline.engine.connector import ShardConnector
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.engine.vllm_backend import engine_arguments, set_environment
+from eagle3_pipeline.store.appender import ShardAppender
 from eagle3_pipeline.store.records import intact_records, read_records
-from eagle3_pipeline.store.shards import HEADER_BYTES, Geometry
+from eagle3_pipeline.store.shards import BLOCK_BYTES, HEADER_BYTES, Geometry, ShardRecord
 
 GEOMETRY = Geometry((1, 2, 3), 8)
 BLOCK = 4
@@ -65,6 +68,31 @@ def test_requests_of_one_step_are_written_together_each_in_its_folder(
         data = (path.parent / "shard-00000.safetensors").read_bytes()
         start = HEADER_BYTES + record.row_start * GEOMETRY.row_bytes
         assert data[start : start + expected.nbytes] == expected.view(torch.int16).numpy().tobytes(), path.name
+
+
+def test_what_goes_to_a_folder_is_written_at_once_and_begins_at_a_block_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[str, list[str], int]] = []
+
+    class Appender(ShardAppender):
+        def append_all(
+            self, sequence_ids: Sequence[str], lengths: Sequence[int], data: memoryview
+        ) -> list[ShardRecord]:
+            address = np.frombuffer(data.cast("B"), dtype=np.uint8).ctypes.data
+            written.append((self._folder.name, list(sequence_ids), address))
+            return super().append_all(sequence_ids, lengths, data)
+
+    monkeypatch.setattr(connector, "ShardAppender", Appender)
+    names = ["two/a", "one/b", "three/c", "one/d", "two/e", "three/f"]
+    made = _connector(0, [_save(tmp_path / name, 5, [number, number + 1]) for number, name in enumerate(names)])
+    made.get_finished({name[-1] for name in names})
+    made._executor.shutdown()
+    expected = [("one", ["b", "d"]), ("three", ["c", "f"]), ("two", ["a", "e"])]
+    assert [(folder, own) for folder, own, _ in written] == expected
+    # Page-locked memory begins at a page; this one anywhere.
+    assert [(address - written[0][2]) % BLOCK_BYTES for _, _, address in written] == [0, 0, 0]
+    assert made._bytes_in_flight == 0
 
 
 @pytest.mark.parametrize("group_bytes", [1, 2**20])

@@ -7,15 +7,12 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 
 from eagle3_pipeline.engine import jobs
-from eagle3_pipeline.engine.backend import Answer, CaptureTarget
 from eagle3_pipeline.engine.client import EngineClient
 from eagle3_pipeline.engine.jobs import read_journal
 from eagle3_pipeline.engine.manager import EngineManager
@@ -204,48 +201,6 @@ def test_a_failed_sequence_is_named_and_the_others_survive(
         result = client.generate(job)
     assert (result["reused"], result["done"]) == (4, 2)
     assert set(intact_records(Path(job.capture_folder), GEOMETRY)) == set(PROMPTS)
-
-
-class _SilentBackend(FakeBackend):
-    """Answers, and leaves no record of one sequence."""
-
-    async def generate(
-        self,
-        request_id: str,
-        prompt_ids: list[int],
-        sampling: dict[str, Any],
-        capture: CaptureTarget | None,
-        urgent: bool = False,
-    ) -> Answer:
-        silent = capture and capture.sequence_id == "s4"
-        return await super().generate(request_id, prompt_ids, sampling, None if silent else capture, urgent)
-
-
-@pytest.mark.parametrize(
-    ("free", "kind", "message"),
-    [
-        # s4 has 7 rows; one of 3 layers of 2-byte values takes 6 * HIDDEN bytes.
-        (7 * 6 * HIDDEN - 1, DiskSpaceError, "were not written to .* free some and run again"),
-        (7 * 6 * HIDDEN, CaptureError, r"sequence s4 were not written to .*within 0 s"),
-    ],
-)
-def test_states_that_never_come_are_told_of(
-    make_job: JobMaker, monkeypatch: pytest.MonkeyPatch, free: int, kind: type[Exception], message: str
-) -> None:
-    assert len(LAYER_IDS) == 3
-    monkeypatch.setattr(jobs, "_STALL_CHECK_S", 0.05)
-    monkeypatch.setattr(jobs, "_WRITE_STALL_S", 0.2)
-    monkeypatch.setattr(jobs.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    job = make_job(capture=True)
-
-    async def run() -> None:
-        backend = _SilentBackend()
-        await backend.start(capturing_spec())
-        await jobs.run_job(job, backend, capturing_spec(), "job", AsyncMock())
-
-    with pytest.raises(kind, match=message):
-        asyncio.run(asyncio.wait_for(run(), 20))
-    assert set(read_journal(Path(job.journal))) == set(PROMPTS) - {"s4"}
 
 
 def test_draft_steps_are_counted_since_the_start(manager: EngineManager, make_job: JobMaker) -> None:

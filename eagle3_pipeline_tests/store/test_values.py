@@ -97,3 +97,18 @@ def test_garbage_has_a_fault_in_each_sequence_and_nothing_is_warned_of() -> None
     states = np.random.default_rng(0).integers(0, 2**16, (6000, 3, 600), dtype=np.uint16)
     found = look_at(states, [2000, 1000, 3000], LAYERS)
     assert all("are not finite at position" in fault and not moments for fault, moments in found)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("bad", [(0x7F80, 0xFF80), (0x7F80, 0x7F80), (0x7FA0, 0x7FC0), (0x7F7F, 0xFF7F)])
+def test_nothing_is_warned_of_whatever_values_meet(bad: tuple[int, int]) -> None:
+    states = _states(4)
+    states[0, 0, 0], states[1, 0, 0] = bad
+    fault, _ = _look(states)
+    assert fault == ("" if bad[0] == 0x7F7F else "the states of layer 2 are not finite at position 0")
+    states[0, 0, 1] = bad[1]
+    _look(states)
+
+
+def test_of_no_sequences_nothing_is_said() -> None:
+    assert look_at(_states(0), [], LAYERS) == []
