@@ -3,7 +3,6 @@
 With short sequences of a small verifier that thread is what a GPU waits for.
 """
 
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,12 +22,10 @@ from eagle3_pipeline_tests.benchmarks.one_gpu.sizes import ON_GPU
 _SHAPE = Shape(576, 64, 8, 1, 1, 64, 1000)
 _SEQUENCES, _TOKENS, _CHUNKS = 3_000, 204, 12
 _ONE_TOKEN = {"temperature": 0.0, "max_tokens": 1}
-_KVCACHE_GIB = 2.0
 
 
 def run() -> dict[str, Any]:
     """Microseconds of CPU of the host for a sequence: without states, with them in one job, in chunks at once."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(round(_KVCACHE_GIB)))
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as temporary:
         return _measure(Path(temporary))
 
@@ -36,7 +33,7 @@ def run() -> dict[str, Any]:
 def _measure(folder: Path) -> dict[str, Any]:
     weights.start(folder / "model", _SHAPE, head_only=False).wait()
     sizes = replace(ON_GPU, batch_tokens=8192, batch_sequences=256)
-    context = capture_context(folder / "home", folder / "model", 512, 0, sizes, _quiet, _KVCACHE_GIB)
+    context = capture_context(folder / "home", folder / "model", 512, 0, sizes, _quiet)
     sequences = draw_sequences(_SEQUENCES, _TOKENS, _SHAPE.vocab, 1)
     rows = [{"sequence_id": name, "input_ids": ids.tolist()} for name, ids in sequences.items()]
 
