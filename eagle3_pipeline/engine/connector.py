@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
@@ -26,8 +27,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from eagle3_pipeline.store.appender import ShardAppender
 from eagle3_pipeline.store.shards import Geometry
 
-# Bytes of captured states that wait for the disk in pinned memory.
-_MOST_IN_FLIGHT = 4 * 2**30
+# Bytes of captured states that wait for the disk in pinned memory, of which a small machine has less to spare.
+_MOST_IN_FLIGHT = min(4 * 2**30, psutil.virtual_memory().total // 16)
 # Bytes that are gathered, copied and written at once; a longer sequence is alone.
 _GROUP_BYTES = 64 * 2**20
 _log = logging.getLogger(__name__)
@@ -60,11 +61,10 @@ class ShardConnector(ExampleHiddenStatesConnector):
         self._computed: torch.cuda.Event | None = None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Pins memory for two steps' states, which would hold up the first steps that need it."""
+        """Pins the memory of what may wait for the disk, which would hold up the steps that need it."""
         super().register_kv_caches(kv_caches)
         if self._is_tp_rank_zero and self._kv_cache.device.type == "cuda":
-            step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
-            num_groups = math.ceil(min(2 * step_tokens * self._geometry.row_bytes, _MOST_IN_FLIGHT) / _GROUP_BYTES)
+            num_groups = _MOST_IN_FLIGHT // _GROUP_BYTES
             # Freed at once: PyTorch keeps what it has pinned, for requests of up to as many bytes and over half of it.
             _ = [torch.empty(_GROUP_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(num_groups)]
 
@@ -111,12 +111,9 @@ class ShardConnector(ExampleHiddenStatesConnector):
                 self._req_copy_events[one.req_id] = _CopyDone()
         # Jobs' requests take turns; each folder's are written together.
         captured.sort(key=lambda one: os.path.dirname(one.filename))
-        for group in self._groups(captured):
-            paths = [Path(one.filename) for one in group]
+        for group, starts in self._groups(captured):
             slots = [_slots(one.block_ids, len(one.token_ids), self._block_size) for one in group]
-            # A request that was aborted has places for a part of its tokens.
             lengths = [len(places) for places in slots]
-            starts = self._starts(paths, lengths)
             gathered = np.zeros(starts[-1] + lengths[-1], dtype=np.int64)
             for start, places in zip(starts, slots, strict=True):
                 gathered[start : start + len(places)] = places
@@ -124,30 +121,26 @@ class ShardConnector(ExampleHiddenStatesConnector):
             states, event = self._copy(torch.from_numpy(gathered))
             for one in group:
                 self._req_copy_events[one.req_id] = event
+            paths = [Path(one.filename) for one in group]
             self._executor.submit(self._write, states, event, paths, starts, lengths).add_done_callback(_log_failure)
 
-    def _starts(self, paths: list[Path], lengths: list[int]) -> list[int]:
-        """Rows of a gathered group at which sequences start; a folder's first at a whole block of the disk."""
-        rows, starts, end = self._geometry.rows_of_blocks, list[int](), 0
-        for number, (path, length) in enumerate(zip(paths, lengths, strict=True)):
-            if number and path.parent != paths[number - 1].parent:
-                end = math.ceil(end / rows) * rows
-            starts.append(end)
-            end += length
-        return starts
-
-    def _groups(self, pending: list[Any]) -> Iterator[list[Any]]:
-        group: list[Any] = []
-        num_bytes = 0
+    def _groups(self, pending: list[Any]) -> Iterator[tuple[list[Any], list[int]]]:
+        """Requests that are gathered together, and the row of each; a folder's first begins a block of the disk."""
+        rows, most = self._geometry.rows_of_blocks, _GROUP_BYTES // self._geometry.row_bytes
+        group, starts, end, last = list[Any](), list[int](), 0, ""
         for one in pending:
-            own = len(one.token_ids) * self._geometry.row_bytes
-            if group and num_bytes + own > _GROUP_BYTES:
-                yield group
-                group, num_bytes = [], 0
+            folder = os.path.dirname(one.filename)
+            start = end if folder == last else math.ceil(end / rows) * rows
+            # A request that was aborted has places for a part of its tokens.
+            num_rows = min(len(one.token_ids), len(one.block_ids) * self._block_size)
+            if group and start + num_rows > most:
+                yield group, starts
+                group, starts, start = [], [], 0
             group.append(one)
-            num_bytes += own
+            starts.append(start)
+            end, last = start + num_rows, folder
         if group:
-            yield group
+            yield group, starts
 
     def _copy(self, slots: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """States at these places of the cache in the host's memory, once the event has happened."""

@@ -54,6 +54,22 @@ def draft_nothing_while_capturing() -> None:
     Worker.take_draft_token_ids = take_real_drafts
 
 
+def keep_padding_out_of_sequences() -> None:
+    """Rows that pad a step to the size of a CUDA graph have the slot -1, and no place of their own.
+
+    vLLM 0.24 takes it for the last slot of the last block, and so overwrites a state of the sequence that has it. As in
+    later versions they go to block 0, which no sequence has.
+    """
+    from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionImpl
+
+    update = CacheOnlyAttentionImpl.do_kv_cache_update
+
+    def update_sequences(self: Any, layer: Any, to_cache: Any, kv_cache: Any, slot_mapping: torch.Tensor) -> None:
+        update(self, layer, to_cache, kv_cache, slot_mapping.clamp(min=0))
+
+    CacheOnlyAttentionImpl.do_kv_cache_update = update_sequences
+
+
 def share_blocks_on_cpu() -> None:
     """Latent attention on CPU has blocks of 16 tokens, and a draft's attention must share them.
 
@@ -66,6 +82,7 @@ def share_blocks_on_cpu() -> None:
 
 
 draft_nothing_while_capturing()
+keep_padding_out_of_sequences()
 if tuple(int(part) for part in vllm.__version__.split(".")[:2]) < (0, 25):
     capture_last_layer()
 if current_platform.is_cpu():

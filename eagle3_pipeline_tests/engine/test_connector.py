@@ -95,6 +95,18 @@ def test_what_goes_to_a_folder_is_written_at_once_and_begins_at_a_block_of_the_d
     assert made._bytes_in_flight == 0
 
 
+def test_a_group_fits_the_memory_that_was_pinned_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what fills a folder's last block, too: PyTorch would pin twice as much for a byte more."""
+    monkeypatch.setattr(connector, "_GROUP_BYTES", 2 * GEOMETRY.rows_of_blocks * GEOMETRY.row_bytes)
+    rows: list[int] = []
+    made = _connector(0, [_save(tmp_path / str(folder) / "s", 5, [folder, folder + 1]) for folder in range(5)])
+    made._reserve = lambda num_bytes: rows.append(num_bytes // GEOMETRY.row_bytes)  # type: ignore[method-assign]
+    made.get_finished(set())
+    made._executor.shutdown()
+    whole = GEOMETRY.rows_of_blocks
+    assert rows == [whole + 5, whole + 5, 5]
+
+
 @pytest.mark.parametrize("group_bytes", [1, 2**20])
 def test_a_request_that_was_cut_off_shifts_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group_bytes: int

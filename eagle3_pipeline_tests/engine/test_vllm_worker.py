@@ -1,5 +1,7 @@
 """Corrections of vLLM that workers import, on vLLM's own classes."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -28,6 +30,21 @@ def test_the_last_layer_gets_a_successor_whose_input_is_asked_for(
     if num_added:
         states = torch.ones(3, 2), torch.full((3, 2), 5.0)
         assert verifier.model.layers[8](torch.arange(3), *states, None) == states
+
+
+def test_rows_that_pad_a_step_overwrite_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.24 writes them to slot -1, the last one of the last block."""
+    from vllm.model_executor.models import extract_hidden_states
+
+    importlib.import_module("eagle3_pipeline.engine.vllm_worker")
+    written: list[list[int]] = []
+    monkeypatch.setattr(
+        extract_hidden_states, "basic_cache", lambda _states, _cache, slots: written.append(slots.tolist())
+    )
+    impl = extract_hidden_states.CacheOnlyAttentionImpl(3, 8, "auto", torch.bfloat16)
+    cache, slots = torch.zeros(4, 3, 16, 8, dtype=torch.bfloat16), torch.tensor([17, 33, -1, -1])
+    impl.do_kv_cache_update(None, torch.ones(4, 3, 8, dtype=torch.bfloat16), cache, slots)
+    assert written == [[17, 33, 0, 0]] and slots.tolist() == [17, 33, -1, -1]
 
 
 def test_a_draft_shares_the_blocks_of_latent_attention_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
