@@ -27,11 +27,11 @@ dev: setup  ## Dagster's web server and daemon
 
 test: setup  ## tests of the first tier; prints what it skips and leaves to test-full
 	$(PYTEST) -m "not slow and not gpu and not ui"
-	@echo 'NOT RUN here: slow and ui tests (make test-full), gpu tests ($(BIN)/pytest -m gpu on a GPU machine)'
+	@echo 'NOT RUN here: slow and ui tests (make test-full), gpu tests ($(BIN)/pytest -m gpu -rs on a GPU machine)'
 
 test-full: setup  ## all tests that need no GPU
 	$(PYTEST) -m "not gpu"
-	@echo 'NOT RUN here: gpu tests ($(BIN)/pytest -m gpu on a GPU machine)'
+	@echo 'NOT RUN here: gpu tests ($(BIN)/pytest -m gpu -rs on a GPU machine)'
 
 check: setup  ## lint, format, types, import layers
 	$(BIN)/ruff check $(PACKAGES)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,6 +40,11 @@ def avoid_multicast() -> None:
     """
     for name, value in _MULTICAST_OFF.items():
         os.environ.setdefault(name, value)
+
+
+def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Of a Python process that this one starts: whose modules do not depend on the folder in which it was called."""
+    return {**os.environ, "PYTHONSAFEPATH": "1", **variables}
 
 
 def process_started(pid: int) -> float | None:
@@ -154,7 +159,7 @@ def run_worker(
             encoding="utf-8",
             errors="replace",
             start_new_session=True,
-            env={**os.environ, **(environment or {})},
+            env=child_environment(environment or {}),
         )
         try:
             for line in process.stdout or ():

@@ -161,6 +161,21 @@ def test_a_worker_that_ignores_sigterm_is_killed(run: Runner, monkeypatch: pytes
     assert not _is_running(pids[0])
 
 
+def test_modules_do_not_come_from_the_folder_it_is_called_in(
+    run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "random.py").write_text("raise RuntimeError('a file of the folder that one works in')")
+    monkeypatch.chdir(elsewhere)
+    code = """
+        import random
+        emit(claim_stdout(), "result", file=random.__file__)
+    """
+    found = run(code)["file"]
+    assert Path(found).parent != elsewhere
+
+
 def test_two_workers_run_at_once(run: Runner) -> None:
     results: list[dict[str, Any]] = []
     code = "emit(claim_stdout(), 'result', pid=os.getpid())"

@@ -21,7 +21,7 @@ from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.engine.state import EngineState, read_starts
 from eagle3_pipeline.errors import EngineError, EngineStoppedError, WriterBusyError
 from eagle3_pipeline.store import atomic
-from eagle3_pipeline.workers import log_end, log_tail
+from eagle3_pipeline.workers import child_environment, log_end, log_tail
 
 Log = Callable[[str], None]
 Ask = Callable[[], None]
@@ -264,7 +264,7 @@ class EngineManager:
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
-                env={**os.environ, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO")},
+                env=child_environment({"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO")}),
             )
         try:
             return self._wait_ready(process, spec, state, log, expected_s, make_room)

@@ -215,7 +215,7 @@ def _metrics(pooled: dict[str, Any], simulated: dict[str, Any], untrained: dict[
     metrics = {name: float(pooled[name]) for name in (*names, "num_differences", "num_near_ties")}
     metrics |= {f"acceptance_rate_{i}": rate for i, rate in enumerate(pooled["acceptance_rates"])}
     metrics["served_accepted_per_draft"] = pooled["acceptance_length"] - 1
-    metrics["simulated_accepted_per_draft"] = simulated["acceptance_length"] - 1
-    metrics["untrained_accepted_per_draft"] = untrained["acceptance_length"] - 1
+    metrics["simulated_accepted_per_draft"] = simulated["served_acceptance_length"] - 1
+    metrics["untrained_accepted_per_draft"] = untrained["served_acceptance_length"] - 1
     metrics["outside_draft_vocab_share"] = simulated["outside_draft_vocab_share"]
     return metrics

@@ -63,6 +63,9 @@ def pipeline_checks(context: StageContext) -> list[Check]:
     if checks[-1].passed:
         checks += _attempt("end of an answer", "stops the verifier", lambda: _check_end(context))[1]
     checks.append(_check_positions(spec, verifier))
+    size, limit = spec.vocab.draft_vocab_size, verifier.vocab_size
+    advice = "lower vocab.draft_vocab_size"
+    checks.append(Check("draft vocabulary", size <= limit, f"{size:,}", f"{limit:,} at most, the verifier's", advice))
     return checks
 
 

@@ -56,6 +56,7 @@ class AcceptanceMeter:
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
         self._counts = torch.zeros(3, num_steps, dtype=torch.long)
+        self._served_counts = torch.zeros(2, num_steps, dtype=torch.long)
         self._outside = 0
 
     def add(self, draft_tokens: list[torch.Tensor], choice: torch.Tensor, batch: Batch) -> None:
@@ -69,7 +70,7 @@ class AcceptanceMeter:
         supervised, documents = batch["loss_mask"][0].bool(), batch["document_ids"][0]
         start = supervised & _earlier(supervised) & (documents == _earlier(documents))
         self._outside += int((start & (choice == OUTSIDE_DRAFT_VOCAB)).sum())
-        counted, right = start, start
+        counted, right, accepted, steps = start, start, torch.zeros_like(documents), []
         for step in range(self.num_steps):
             if step:
                 same = _later(documents, step) == documents
@@ -77,6 +78,11 @@ class AcceptanceMeter:
             reached = right & counted
             right = reached & (draft_tokens[step][0] == _later(choice, step)) & (_later(choice, step) >= 0)
             self._counts[:, step] += torch.stack([counted.sum(), reached.sum(), right.sum()]).cpu()
+            steps.append((counted, right))
+            accepted = accepted + right
+        served = _starts_in_serving(start, accepted)
+        for step, flags in enumerate(steps):
+            self._served_counts[:, step] += torch.stack([(flag & served).sum() for flag in flags]).cpu()
 
     def result(self) -> dict[str, list[float]]:
         """Accuracies by step.
@@ -112,6 +118,28 @@ class AcceptanceMeter:
     def acceptance_length(self) -> float:
         """Expected tokens per verification: 1 + the sum of `full_acc`; includes the bonus token."""
         return 1 + sum(self.result()["full_acc"])
+
+    @property
+    def served_acceptance_length(self) -> float:
+        """The same at the positions at which serving drafts.
+
+        A long run of accepted tokens has many positions, of which serving drafts at few: the mean over all is higher.
+        """
+        counted, right = self._served_counts.tolist()
+        return 1 + sum(r / max(c, 1) for r, c in zip(right, counted, strict=True))
+
+
+def _starts_in_serving(start: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+    """[S] bool: of the positions that may start a draft, those that do.
+
+    The next draft starts behind the accepted tokens of the last one and the token that verification adds.
+    """
+    may_start, lengths, position = start.tolist(), accepted.tolist(), 0
+    starts = torch.zeros_like(start, device="cpu")
+    while position < len(may_start):
+        starts[position] = may_start[position]
+        position += 1 + lengths[position] * may_start[position]
+    return starts.to(start.device)
 
 
 def _earlier(values: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -86,3 +87,15 @@ def test_an_idle_engine_waits_as_long_as_its_load_took_before_it_makes_room(
     manager.retire_idle(lambda _line: None, wanted, after_chunks_of=wanted.model_id)
     monkeypatch.undo()
     assert asked == [expected_s]
+
+
+def test_an_engine_imports_nothing_from_the_folder_it_is_called_in(
+    manager: EngineManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "eagle3_pipeline").mkdir(parents=True)
+    for name in ("random.py", "eagle3_pipeline/__init__.py"):
+        (elsewhere / name).write_text("raise RuntimeError('a file of the folder that one works in')")
+    monkeypatch.chdir(elsewhere)
+    with manager.acquire(engine_spec(), lambda _line: None) as client:
+        assert client.request("info")["pid"]

@@ -50,6 +50,7 @@ def context(tmp_path: Path) -> StageContext:
             "verifier": {"model": str(tmp_path / "tiny")},
             "dataset": {"path": "none", "samples_per_chunk": 10},
             "generation": {"max_new_tokens": 8, "max_sequence_tokens": 64},
+            "vocab": {"draft_vocab_size": 320},
             "evaluation": {"prompts": str(tmp_path / "prompts.jsonl"), "max_new_tokens": 8},
             "resources": {"num_gpus": 0},
         }
@@ -111,6 +112,14 @@ def test_a_disk_that_is_too_small_says_how_much(tmp_path: Path) -> None:
     check = check_disk(tmp_path, 10**18, "states")
     assert not check.passed
     assert "needed 931,322,574.6 GiB" in check.line()
+
+
+def test_a_draft_vocabulary_larger_than_the_verifiers_is_told_before_all_loads(context: StageContext) -> None:
+    vocab = context.spec.vocab.model_copy(update={"draft_vocab_size": 321})
+    spec = context.spec.model_copy(update={"vocab": vocab})
+    (failed,) = [check.line() for check in preflight(StageContext(spec, home=context.home)) if not check.passed]
+    expected = "draft vocabulary: found 321, needed 320 at most, the verifier's: lower vocab.draft_vocab_size"
+    assert failed == f"FAIL  {expected}"
 
 
 def test_a_wrong_template_and_wrong_layers_are_lines(context: StageContext, tmp_path: Path) -> None:

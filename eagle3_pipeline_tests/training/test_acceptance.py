@@ -48,6 +48,26 @@ def test_an_unknown_token_is_never_right_and_ends_a_run() -> None:
     assert meter.result()["full_acc"] == [3 / 4, 1 / 3]
 
 
+def test_serving_drafts_behind_what_it_accepted() -> None:
+    # Position:          0  1  2  3  4  5  6  7  8   drafts may start at 1..8
+    right = torch.tensor([[0, 1, 1, 1, 1, 0, 0, 0, 1]])
+    also = torch.tensor([[0, 1, 1, 1, 0, 0, 0, 0, 0]])
+    meter = AcceptanceMeter(2)
+    meter.add([right, also], torch.ones(9, dtype=torch.long), batch([1] * 9, [0] * 9))
+    # Of all: 5 of 8 at the first step, 3 of 7 at the second.
+    assert meter.acceptance_length == pytest.approx(1 + 5 / 8 + 3 / 7)
+    # Served: two tokens are accepted at 1, next 4: one, next 6: none, 7: none, 8: one, at the end.
+    assert meter.served_acceptance_length == pytest.approx(1 + 3 / 5 + 1 / 4)
+
+
+def test_a_new_sequence_of_a_pack_is_drafted_from_its_beginning() -> None:
+    ones = torch.ones(1, 7, dtype=torch.long)
+    meter = AcceptanceMeter(2)
+    meter.add([ones, ones], ones[0], batch([1] * 7, [0, 0, 0, 1, 1, 1, 1]))
+    # First sequence: at 1, both tokens up to its end. Second: at 4 two, then behind its end.
+    assert meter._served_counts.tolist() == [[2, 2], [2, 2]]
+
+
 def test_batches_add_up() -> None:
     choice, drafts = torch.tensor([1, 1, 1]), [torch.tensor([[1, 1, 0]])]
     meter = AcceptanceMeter(1)
