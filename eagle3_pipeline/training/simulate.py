@@ -17,9 +17,9 @@ def simulate(job: Job, emit: Emit) -> dict[str, Any]:
     """Runs the job.
 
     Returns:
-        full_acc and conditional_acc (one float a step), acceptance_length, served_acceptance_length (at the positions at
-        which serving drafts), num_positions, outside_draft_vocab_share, tokens_per_s (positions of all sequences over
-        the time of the pass).
+        full_acc and conditional_acc (one float a step), acceptance_length, served_acceptance_length (at the positions
+        at which serving drafts), num_positions, outside_draft_vocab_share, tokens_per_s (positions of all sequences
+        over the time of the pass).
 
     Raises:
         TrainingError: an input is wrong, or there is no position to measure.
