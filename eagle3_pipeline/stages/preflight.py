@@ -37,6 +37,9 @@ def preflight(context: StageContext, offline: bool = False, dummy_load: bool = F
     verifier, checks = _attempt("verifier files", "whole", lambda: context.find_verifier(offline))
     if verifier:
         checks += pipeline_checks(context)
+        size, limit = spec.vocab.draft_vocab_size, verifier.vocab_size
+        wanted, advice = f"{limit:,} at most, the verifier's", "lower vocab.draft_vocab_size"
+        checks.append(Check("draft vocabulary", size <= limit, f"{size:,}", wanted, advice))
         checks += _attempt("evaluation prompts", "fit", lambda: _count_prompts(context))[1]
         training = spec.training
         checks += check_processes(training.num_processes, training.accumulate, context.engines.num_gpus)
@@ -47,8 +50,8 @@ def preflight(context: StageContext, offline: bool = False, dummy_load: bool = F
         what = f"the hidden states of a chunk of {spec.dataset.samples_per_chunk:,} longest sequences"
         checks.append(check_disk(context.store.root, num_tokens * engine.geometry.row_bytes, what))
     else:
-        wanted = spec.resources.tensor_parallel_size if spec.resources.num_gpus != 0 else 0
-        checks += check_gpus(wanted, gpu_memory(), spec.resources.gpu_memory_utilization) if wanted else []
+        num_gpus = spec.resources.tensor_parallel_size if spec.resources.num_gpus != 0 else 0
+        checks += check_gpus(num_gpus, gpu_memory(), spec.resources.gpu_memory_utilization) if num_gpus else []
         checks += _writable(context)
     if dummy_load and all(check.passed for check in checks):
         checks.append(_rehearse(context))
@@ -63,9 +66,6 @@ def pipeline_checks(context: StageContext) -> list[Check]:
     if checks[-1].passed:
         checks += _attempt("end of an answer", "stops the verifier", lambda: _check_end(context))[1]
     checks.append(_check_positions(spec, verifier))
-    size, limit = spec.vocab.draft_vocab_size, verifier.vocab_size
-    advice = "lower vocab.draft_vocab_size"
-    checks.append(Check("draft vocabulary", size <= limit, f"{size:,}", f"{limit:,} at most, the verifier's", advice))
     return checks
 
 
