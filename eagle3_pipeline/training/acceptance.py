@@ -135,11 +135,11 @@ def _starts_in_serving(start: torch.Tensor, accepted: torch.Tensor) -> torch.Ten
     The next draft starts behind the accepted tokens of the last one and the token that verification adds.
     """
     may_start, lengths, position = start.tolist(), accepted.tolist(), 0
-    starts = torch.zeros_like(start, device="cpu")
+    starts = [False] * len(may_start)
     while position < len(may_start):
         starts[position] = may_start[position]
         position += 1 + lengths[position] * may_start[position]
-    return starts.to(start.device)
+    return torch.tensor(starts, device=start.device)
 
 
 def _earlier(values: torch.Tensor) -> torch.Tensor:
