@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,16 @@ _MOST_IN_FLIGHT = min(4 * 2**30, psutil.virtual_memory().total // 16)
 # Bytes that are gathered, copied and written at once; a longer sequence is alone.
 _GROUP_BYTES = 64 * 2**20
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A request whose states are to be copied: where they go to, how many rows there are, the blocks that have them."""
+
+    req_id: str
+    filename: str
+    num_rows: int
+    block_ids: list[int]
 
 
 class _CopyDone:
@@ -83,62 +94,68 @@ class ShardConnector(ExampleHiddenStatesConnector):
         """How many ranks report a request as copied: the one that copies it."""
         return 1
 
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        """Whether the blocks of a request that ended are still needed. vLLM's scheduler asks, the worker copies.
+
+        One that was aborted before it was scheduled has no path, for which vLLM 0.24 itself would end the engine.
+        """
+        path = self._request_filenames.pop(request.request_id, "")
+        if not os.path.dirname(path):
+            return False, None
+        include_output = (request.kv_transfer_params or {}).get("include_output_tokens", False)
+        # Of the last sampled token nothing was computed. An aborted request has places for a part of its tokens.
+        num_tokens = request.num_tokens - 1 if include_output else request.num_prompt_tokens
+        num_rows = min(num_tokens, len(block_ids) * self._block_size)
+        self._pending_saves[request.request_id] = _Ended(request.request_id, path, num_rows, list(block_ids))
+        return True, None
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose states are copied out of the cache, so that their blocks are free.
 
-        With vLLM 0.24 the other ranks report a request at once, while the first one still reads its blocks.
+        With vLLM 0.24 the other ranks would report a request at once, while the first one still reads its blocks.
         """
-        pending = self._take_pending()
-        if self._is_tp_rank_zero:
-            self._submit(pending)
-        sent, received = super().get_finished(finished_req_ids)
-        return (sent if self._is_tp_rank_zero else None), received
+        if not self._is_tp_rank_zero:
+            return None, None
+        self._submit(self._take_pending())
+        copied = {name for name, event in self._req_copy_events.items() if event.query()}
+        for name in copied:
+            del self._req_copy_events[name]
+        return copied or None, None
 
-    def _take_pending(self) -> list[Any]:
-        """Requests that ended in this step, which the parent would copy one by one."""
+    def _take_pending(self) -> list[_Ended]:
+        """Requests that ended with the last step."""
         metadata = self._get_connector_metadata() if self.has_connector_metadata() else None
         if not isinstance(metadata, ExampleHiddenStatesConnectorMetadata):
             return []
         pending, metadata.pending_saves = metadata.pending_saves, []
         return pending
 
-    def _submit(self, pending: list[Any]) -> None:
-        captured = []
-        for one in pending:
-            if os.path.dirname(one.filename):
-                captured.append(one)
-            else:
-                self._req_copy_events[one.req_id] = _CopyDone()
+    def _submit(self, ended: list[_Ended]) -> None:
         # Jobs' requests take turns; each folder's are written together.
-        captured.sort(key=lambda one: os.path.dirname(one.filename))
-        for group, starts in self._groups(captured):
-            slots = [_slots(one.block_ids, len(one.token_ids), self._block_size) for one in group]
-            lengths = [len(places) for places in slots]
-            gathered = np.zeros(starts[-1] + lengths[-1], dtype=np.int64)
-            for start, places in zip(starts, slots, strict=True):
-                gathered[start : start + len(places)] = places
+        ended.sort(key=lambda one: os.path.dirname(one.filename))
+        for group, starts in self._groups(ended):
+            gathered = np.zeros(starts[-1] + group[-1].num_rows, dtype=np.int64)
+            for one, start in zip(group, starts, strict=True):
+                gathered[start : start + one.num_rows] = _slots(one, self._block_size)
             self._reserve(len(gathered) * self._geometry.row_bytes)
             states, event = self._copy(torch.from_numpy(gathered))
             for one in group:
                 self._req_copy_events[one.req_id] = event
-            paths = [Path(one.filename) for one in group]
-            self._executor.submit(self._write, states, event, paths, starts, lengths).add_done_callback(_log_failure)
+            self._executor.submit(self._write, states, event, group, starts).add_done_callback(_log_failure)
 
-    def _groups(self, pending: list[Any]) -> Iterator[tuple[list[Any], list[int]]]:
+    def _groups(self, ended: list[_Ended]) -> Iterator[tuple[list[_Ended], list[int]]]:
         """Requests that are gathered together, and the row of each; a folder's first begins a block of the disk."""
         rows, most = self._geometry.rows_of_blocks, _GROUP_BYTES // self._geometry.row_bytes
-        group, starts, end, last = list[Any](), list[int](), 0, ""
-        for one in pending:
+        group, starts, end, last = list[_Ended](), list[int](), 0, ""
+        for one in ended:
             folder = os.path.dirname(one.filename)
             start = end if folder == last else math.ceil(end / rows) * rows
-            # A request that was aborted has places for a part of its tokens.
-            num_rows = min(len(one.token_ids), len(one.block_ids) * self._block_size)
-            if group and start + num_rows > most:
+            if group and start + one.num_rows > most:
                 yield group, starts
                 group, starts, start = [], [], 0
             group.append(one)
             starts.append(start)
-            end, last = start + num_rows, folder
+            end, last = start + one.num_rows, folder
         if group:
             yield group, starts
 
@@ -158,19 +175,19 @@ class ShardConnector(ExampleHiddenStatesConnector):
         copied.record(stream)
         return states, copied
 
-    def _write(
-        self, states: torch.Tensor, event: Any, paths: list[Path], starts: list[int], lengths: list[int]
-    ) -> None:
+    def _write(self, states: torch.Tensor, event: Any, group: list[_Ended], starts: list[int]) -> None:
         try:
             event.synchronize()
             rows = states.contiguous().view(torch.int16).numpy()
             # Requests of several jobs may end in one step.
             for folder, members in itertools.groupby(
-                zip(paths, starts, lengths, strict=True), lambda member: member[0].parent
+                zip(group, starts, strict=True), lambda member: os.path.dirname(member[0].filename)
             ):
-                own, begins, counts = zip(*members, strict=True)
-                names = [path.name for path in own]
-                self._appender(folder).append_all(names, counts, memoryview(rows[begins[0] : begins[-1] + counts[-1]]))
+                own, begins = zip(*members, strict=True)
+                names = [os.path.basename(one.filename) for one in own]
+                counts = [one.num_rows for one in own]
+                data = memoryview(rows[begins[0] : begins[-1] + counts[-1]])
+                self._appender(Path(folder)).append_all(names, counts, data)
         finally:
             with self._freed:
                 self._bytes_in_flight -= len(states) * self._geometry.row_bytes
@@ -193,11 +210,11 @@ class ShardConnector(ExampleHiddenStatesConnector):
             return self._appenders[str(folder)]
 
 
-def _slots(block_ids: list[int], num_tokens: int, block_size: int) -> np.ndarray:
-    """Places in the cache of a request's tokens, int64 [num_tokens]."""
+def _slots(ended: _Ended, block_size: int) -> np.ndarray:
+    """Places in the cache of a request's tokens, int64 [num_rows]."""
     # Of so few numbers NumPy makes in 5 us what takes PyTorch 20, of the engine's own thread.
-    first = np.asarray(block_ids, dtype=np.int64) * block_size
-    return (first[:, None] + np.arange(block_size)).ravel()[:num_tokens]
+    first = np.asarray(ended.block_ids, dtype=np.int64) * block_size
+    return (first[:, None] + np.arange(block_size)).ravel()[: ended.num_rows]
 
 
 def _log_failure(written: Future) -> None:

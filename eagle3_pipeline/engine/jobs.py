@@ -20,7 +20,7 @@ from eagle3_pipeline.store.records import RecordReader, intact_records
 from eagle3_pipeline.store.shards import ShardRecord
 
 PROGRESS_EVERY_S = 2.0
-_RECORD_POLL_S = 0.01
+_RECORD_POLL_S = 0.02
 _WRITE_STALL_S = 120.0
 _STALL_CHECK_S = 5.0
 Send = Callable[[dict[str, Any]], Awaitable[None]]

@@ -1,5 +1,7 @@
 """vLLM behind the host: one `AsyncLLM`, one capture connector."""
 
+import copy
+import functools
 import math
 import os
 from typing import Any
@@ -118,22 +120,15 @@ class VllmBackend:
         urgent: bool = False,
     ) -> Answer:
         """One request; vLLM aborts it when the task is cancelled."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.inputs import tokens_input
 
-        extra = None
+        parameters = copy.copy(_parameters(_settings(sampling)))
         if capture:
             path = str(capture.folder / capture.sequence_id)
             transfer = {"hidden_states_path": path, "include_output_tokens": capture.include_output}
-            extra = {"kv_transfer_params": transfer}
-        parameters = SamplingParams(
-            **{key: sampling[key] for key in _SAMPLING_KEYS if sampling.get(key) is not None},
-            detokenize=False,
-            extra_args=extra,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+            parameters.extra_args = {"kv_transfer_params": transfer}
         last, priority = None, -int(urgent)
-        prompt = {"prompt_token_ids": prompt_ids}
+        prompt = tokens_input(prompt_ids)
         async for output in self._engine.generate(prompt, parameters, request_id, priority=priority):
             last = output
         if last is None or not last.finished:
@@ -178,6 +173,23 @@ class VllmBackend:
         """Ends vLLM's processes."""
         if self._engine is not None:
             self._engine.shutdown()
+
+
+def _settings(sampling: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    found = ((key, sampling.get(key)) for key in _SAMPLING_KEYS)
+    return tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in found if value is not None)
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters(settings: tuple[tuple[str, Any], ...]) -> Any:
+    """Parameters to copy for each request; making and checking them takes longer than the rest of a request here."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    values = {key: list(value) if isinstance(value, tuple) else value for key, value in settings}
+    final = RequestOutputKind.FINAL_ONLY
+    # vLLM would copy them deeply once more.
+    return SamplingParams(**values, detokenize=False, output_kind=final, skip_clone=True)
 
 
 def _candidates(position: dict[int, Any], k: int) -> dict[int, float]:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,10 @@ pytest.importorskip("vllm")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnectorMetadata,
-    PendingSave,
 )
 
 from eagle3_pipeline.engine import connector
-from eagle3_pipeline.engine.connector import ShardConnector
+from eagle3_pipeline.engine.connector import ShardConnector, _Ended
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.engine.vllm_backend import engine_arguments, set_environment
 from eagle3_pipeline.store.appender import ShardAppender
@@ -30,11 +30,11 @@ GEOMETRY = Geometry((1, 2, 3), 8)
 BLOCK = 4
 
 
-def _connector(rank: int, pending: list[PendingSave]) -> ShardConnector:
+def _connector(rank: int, pending: list[_Ended]) -> ShardConnector:
     """As vLLM sets it up on a CPU; every value of its cache is another one."""
     made = object.__new__(ShardConnector)
     made._is_tp_rank_zero, made._req_copy_events = rank == 0, {}
-    made._accumulated_finished_req_ids, made._lock_fds = set(), {}
+    made._request_filenames, made._pending_saves, made._hs_group_idx, made._cache_kv_group_id = {}, {}, 0, 0
     made._connector_metadata = ExampleHiddenStatesConnectorMetadata(pending_saves=pending)
     shape = (10, len(GEOMETRY.layer_ids), BLOCK, GEOMETRY.hidden_size)
     made._kv_cache = torch.arange(10 * 3 * BLOCK * 8).reshape(shape).to(torch.bfloat16)
@@ -45,8 +45,23 @@ def _connector(rank: int, pending: list[PendingSave]) -> ShardConnector:
     return made
 
 
-def _save(path: Path | str, num_tokens: int, blocks: list[int]) -> PendingSave:
-    return PendingSave(Path(path).name, str(path), torch.arange(num_tokens), blocks)
+def _save(path: Path, num_rows: int, blocks: list[int]) -> _Ended:
+    return _Ended(path.name, str(path), num_rows, blocks)
+
+
+def _end(
+    made: ShardConnector, path: str, num_prompt: int, num_sampled: int, blocks: list[int], **parameters: bool
+) -> Any:
+    """What vLLM's scheduler is told of a request; an empty path: it was never scheduled."""
+    if path:
+        made._request_filenames["r"] = path
+    request = SimpleNamespace(
+        request_id="r",
+        num_prompt_tokens=num_prompt,
+        num_tokens=num_prompt + num_sampled,
+        kv_transfer_params=parameters or None,
+    )
+    return made.request_finished_all_groups(request, (blocks,))
 
 
 @pytest.mark.parametrize("group_bytes", [1, 10 * GEOMETRY.row_bytes, 2**20])
@@ -111,11 +126,13 @@ def test_a_group_fits_the_memory_that_was_pinned_for_it(tmp_path: Path, monkeypa
 def test_a_request_that_was_cut_off_shifts_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group_bytes: int
 ) -> None:
-    """vLLM reports an aborted request with the blocks that it had so far, and all tokens of its prompt."""
+    """An aborted request has the blocks that were computed so far."""
     monkeypatch.setattr(connector, "_GROUP_BYTES", group_bytes)
-    pending = [
-        _save(tmp_path / name, n, blocks) for name, n, blocks in (("cut", 9, [4]), ("none", 5, []), ("whole", 3, [6]))
-    ]
+    pending = []
+    for name, num_tokens, blocks in (("cut", 9, [4]), ("none", 5, []), ("whole", 3, [6])):
+        scheduler = _connector(0, [])
+        assert _end(scheduler, str(tmp_path / name), num_tokens, 1, blocks) == (True, None)
+        pending += scheduler._pending_saves.values()
     made = _connector(0, pending)
     made.get_finished({"cut", "none", "whole"})
     made._executor.shutdown()
@@ -163,21 +180,30 @@ def test_copies_wait_for_the_steps_before_and_not_for_the_current_one(
         assert list(waits.value.args) == queued[:-1]
 
 
+@pytest.mark.parametrize(
+    ("parameters", "num_rows"), [({}, 5), ({"include_output_tokens": False}, 5), ({"include_output_tokens": True}, 7)]
+)
+def test_of_the_last_sampled_token_there_is_no_state(parameters: dict[str, bool], num_rows: int) -> None:
+    made = _connector(0, [])
+    assert _end(made, "/folder/r", 5, 3, [8, 9], **parameters) == (True, None)
+    assert made._pending_saves == {"r": _Ended("r", "/folder/r", num_rows, [8, 9])}
+
+
+@pytest.mark.parametrize("path", ["", "r.safetensors"])
+def test_blocks_of_a_request_that_is_not_captured_are_free_when_it_ends(path: str) -> None:
+    """With a request that was aborted before it was scheduled, vLLM 0.24's connector ends the engine."""
+    made = _connector(0, [])
+    assert _end(made, path, 5, 3, [8, 9]) == (False, None)
+    assert not made._pending_saves
+    assert made.get_finished({"r"}) == (None, None)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_request_without_a_path_is_not_captured_and_is_done(rank: int) -> None:
+def test_only_the_rank_that_copies_reports_a_request(rank: int, tmp_path: Path) -> None:
     """As many reports of a request as the engine waits for: one, of the first rank."""
-    made = _connector(rank, [_save("r", 3, [1])])
-    sent, _ = made.get_finished({"r"})
-    assert sent == ({"r"} if rank == 0 else None)
+    made = _connector(rank, [_save(tmp_path / "r", 3, [1])])
+    assert made.get_finished({"r"}) == ({"r"} if rank == 0 else None, None)
     assert made.get_finished_count() == 1
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_only_the_rank_that_copies_reports_a_request(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.24's connector reports on every rank, and on those that copy nothing before the copy is done."""
-    parent = ShardConnector.__mro__[1]
-    monkeypatch.setattr(parent, "get_finished", lambda _self, ids: (ids, None))
-    assert _connector(rank, []).get_finished({"r"}) == ({"r"} if rank == 0 else None, None)
 
 
 def test_a_cache_of_a_given_size_is_asked_for_on_gpus_only() -> None:

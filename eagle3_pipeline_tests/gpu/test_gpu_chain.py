@@ -1,6 +1,7 @@
 """The chain on one GPU, without Dagster: capture parity, training, serving. `pytest -m gpu` on a GPU machine."""
 
 import json
+import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,12 @@ from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.stages.dataset import materialise_dataset
 from eagle3_pipeline.stages.draft_checkpoint import materialise_checkpoint
 from eagle3_pipeline.stages.draft_evaluation import materialise_evaluation
+from eagle3_pipeline.stages.prompting import JOURNAL, PromptBatch, run_prompts
 from eagle3_pipeline.stages.published_draft import publish_draft
 from eagle3_pipeline.stages.verifier_outputs import materialise_outputs
 from eagle3_pipeline.stages.vocab_map import materialise_vocab_map
 from eagle3_pipeline_tests.state_parity import assert_states_match_transformers
+from eagle3_pipeline_tests.store.children import wait_until
 from eagle3_pipeline_tests.tiny_model import make_tiny_llama
 
 pytestmark = [
@@ -74,6 +77,31 @@ def test_sampled_states_match_transformers(context: StageContext) -> None:
         Path(context.verifier.path), made.generations.artifact, made.hidden_states.artifact, BF16_TOLERANCE
     )
     print("largest relative error by layer:", worst)
+
+
+def _answer(spec: PipelineSpec, home: Path, folder: Path, num_prompts: int) -> None:
+    context = StageContext(spec, home=home)
+    rows = [{"sequence_id": f"s{i}", "input_ids": [3 + i % 50] * 24} for i in range(num_prompts)]
+    sampling = {"temperature": 0.7, "max_tokens": 100, "ignore_eos": True}
+    batch = PromptBatch("answers", folder, rows, sampling, folder / "states", include_output=True)
+    answers, _ = run_prompts(context, context.capturing_engine_spec(), batch)
+    assert len(answers) == num_prompts
+
+
+def test_a_job_that_is_killed_while_requests_wait_leaves_the_engine_alive(
+    context: StageContext, tmp_path: Path
+) -> None:
+    """vLLM 0.24's own connector ends the engine when a request is aborted that was never scheduled."""
+    num_starts = len(context.engines.starts())
+    arguments = (context.spec, context.home, tmp_path / "killed", 4096)
+    process = multiprocessing.get_context("spawn").Process(target=_answer, args=arguments)
+    process.start()
+    journal = tmp_path / "killed" / JOURNAL
+    wait_until(lambda: journal.exists() and journal.stat().st_size > 0, 300)
+    process.kill()
+    process.join()
+    _answer(context.spec, context.home, tmp_path / "after", 32)
+    assert process.exitcode == -9 and len(context.engines.starts()) == num_starts
 
 
 def test_the_draft_trains_and_serves(context: StageContext) -> None:

@@ -128,3 +128,18 @@ def test_a_killed_engine_costs_one_load_and_no_answer(vllm_home: Home, source: P
     assert vllm_home.num_starts() == 2
     assert_chunk_is_right(vllm_home, source / "model")
     vllm_home.assert_nothing_left(timeout_s=60)
+
+
+def test_a_killed_step_costs_no_load(vllm_home: Home, source: Path) -> None:
+    """One of its requests waits behind the other; vLLM 0.24's own connector ends the engine when it is aborted."""
+    started, _ = hold(vllm_home, "host", "mid_capture")
+    end_process(started.pid)
+    started.wait(60)
+    journalled = vllm_home.num_journalled()
+    assert 2 <= journalled < NUM_PROMPTS
+    made = vllm_home.rerun(FIRST)
+    assert made.generations
+    assert made.generations.manifest.metrics["num_reused_rows"] == journalled
+    assert vllm_home.num_starts() == 1
+    assert_chunk_is_right(vllm_home, source / "model")
+    vllm_home.assert_nothing_left(timeout_s=60)
