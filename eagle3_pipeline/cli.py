@@ -323,11 +323,15 @@ def engine() -> None:
 
 
 def _engine_rows(folder: Path) -> list[list[Any]]:
+    from eagle3_pipeline.engine.breaker import read_failures
+
     rows = []
     for path in sorted(folder.glob("*/spec.json")):
         state = EngineState(path.parent)
         seen = state.read()
         phase = seen.get("phase", "unknown") if state.is_alive() else "not running"
+        if read_failures(path.parent).tripped:
+            phase = "kept dying; eagle3 engine reset tries it again"
         rows.append([path.parent.name, phase, seen.get("pid"), seen.get("jobs", 0), state.describe()])
     return rows
 

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from eagle3_pipeline.cli import main
+from eagle3_pipeline.engine.breaker import record_failure
 from eagle3_pipeline.engine.manager import EngineManager
 from eagle3_pipeline.engine.preflight import gib
 from eagle3_pipeline.engine.state import EngineState
@@ -81,9 +82,29 @@ def test_engine_stop_ends_what_a_killed_host_left(home: Path, tmp_path: Path, mo
     wait_until(lambda: not children[0].is_running() or children[0].status() == "zombie")
 
 
-def test_a_near_tie_below_zero_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "p.yaml").write_text("verifier: {model: m}\ndataset: {path: p}\nevaluation: {near_tie_epsilon: -0.1}\n")
+def test_an_engine_that_kept_dying_says_so_until_it_is_reset(home: Path) -> None:
+    manager, spec = EngineManager(home, 0), engine_spec()
+    EngineState(manager.folder / spec.engine_id).prepare(spec)
+    record_failure(manager.folder / spec.engine_id, "out of memory", deterministic=True, host="1-1")
+    assert "kept dying; eagle3 engine reset tries it again" in command("engine", "list").output
+    assert "kept dying; eagle3 engine reset tries it again" in command("status").output
+    assert command("engine", "reset").output == "1 engines may be started again\n"
+    assert "not running" in command("engine", "list").output
+
+
+@pytest.mark.parametrize(
+    ("section", "setting", "problem"),
+    [
+        ("evaluation", "near_tie_epsilon: -0.1", "greater than or equal to 0"),
+        ("evaluation", "num_speculative_tokens: 5000", "less than or equal to 64"),
+        ("training", "lr: 30", "less than or equal to 1"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, setting: str, problem: str
+) -> None:
+    (tmp_path / "p.yaml").write_text(f"verifier: {{model: m}}\ndataset: {{path: p}}\n{section}: {{{setting}}}\n")
     monkeypatch.setenv("EAGLE3_PIPELINES", str(tmp_path))
     result = command("plan", "p")
     assert result.exit_code == 1
-    assert "evaluation.near_tie_epsilon: Input should be greater than or equal to 0" in result.output
+    assert f"{section}.{setting.partition(':')[0]}: Input should be {problem}" in result.output

@@ -149,7 +149,7 @@ class TrainingSpec(Section):
     """How the draft is trained."""
 
     epochs: int = semantic(10, "passes over the training sequences", ge=1)
-    lr: float = semantic(3e-5, "peak learning rate", gt=0)
+    lr: float = semantic(3e-5, "peak learning rate", gt=0, le=1)
     warm_start: str = locator(
         "none", "weights to start from: none, champion, or a checkpoint folder; a draft made so is no other artifact"
     )
@@ -182,7 +182,7 @@ class EvaluationSpec(Section):
     """How the draft is measured when vLLM serves it."""
 
     prompts: str = locator("builtin:demo", "JSONL of {category, prompt}, or builtin:demo; ${VAR} is expanded")
-    num_speculative_tokens: int = semantic(3, "tokens drafted per step", ge=1)
+    num_speculative_tokens: int = semantic(3, "tokens drafted per step", ge=1, le=64)
     max_new_tokens: int = semantic(64, "longest answer in tokens; a draft proposes after the first", ge=2)
     batch_size: int = semantic(1, "prompts decoded at once where acceptance is counted", ge=1)
     other_batch_sizes: list[int] = semantic([], "further numbers of prompts decoded at once, for their speed only")
