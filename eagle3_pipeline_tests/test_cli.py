@@ -13,7 +13,7 @@ from eagle3_pipeline.engine.manager import EngineManager
 from eagle3_pipeline.engine.preflight import gib
 from eagle3_pipeline.engine.state import EngineState
 from eagle3_pipeline_tests.engine.conftest import engine_spec, processes_that_mention
-from eagle3_pipeline_tests.store.children import REPOSITORY, wait_until
+from eagle3_pipeline_tests.store.children import wait_until
 
 
 def command(*arguments: str) -> Result:
@@ -25,7 +25,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in os.environ if name.startswith(("EAGLE3_", "DAGSTER_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("EAGLE3_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     return tmp_path / "home"
 
 

@@ -17,7 +17,6 @@ from eagle3_pipeline.engine.jobs import GenerateJob
 from eagle3_pipeline.engine.manager import EngineManager
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline_tests.fake_engine import FAKE_BACKEND
-from eagle3_pipeline_tests.store.children import REPOSITORY
 from eagle3_pipeline_tests.store.conftest import small_volume  # noqa: F401
 
 LAYER_IDS, HIDDEN = (1, 2, 4), 8
@@ -36,7 +35,6 @@ def processes_that_mention(text: str) -> list[psutil.Process]:
 
 @pytest.fixture(autouse=True)
 def _fake_engine_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     for name in [name for name in os.environ if name.startswith("EAGLE3_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr("eagle3_pipeline.engine.manager._PATIENCE_S", (0.5, 2.0))

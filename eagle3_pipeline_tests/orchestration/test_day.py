@@ -19,7 +19,7 @@ from eagle3_pipeline.assets.runs import RETRAIN_TAG, STAGES_TAG
 from eagle3_pipeline.config import find_pipeline
 from eagle3_pipeline.planning import plan
 from eagle3_pipeline.stages.context import StageContext
-from eagle3_pipeline_tests.dagster_dev import REPOSITORY, DagsterDev, dagster_dev
+from eagle3_pipeline_tests.dagster_dev import DagsterDev, dagster_dev
 from eagle3_pipeline_tests.fake_engine import FAKE_BACKEND
 from eagle3_pipeline_tests.tiny_model import make_tiny_llama
 
@@ -55,7 +55,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("EAGLE3_PIPELINES", str(folder / "pipelines"))
     monkeypatch.setenv("EAGLE3_ENABLED", NAME)
     monkeypatch.setenv("EAGLE3_ENGINE_BACKEND", FAKE_BACKEND)
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     make_tiny_llama(folder / "tiny")
     (folder / "prompts.jsonl").write_text('{"category": "a", "prompt": "hi"}\n{"category": "b", "prompt": "you"}\n')
     pipeline = {

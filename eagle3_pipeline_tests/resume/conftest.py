@@ -29,7 +29,7 @@ from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.stages.verifier_outputs import ChunkOutputs, materialise_outputs
 from eagle3_pipeline_tests.fake_engine import FAKE_BACKEND
 from eagle3_pipeline_tests.resume import gated
-from eagle3_pipeline_tests.store.children import REPOSITORY, wait_until
+from eagle3_pipeline_tests.store.children import wait_until
 from eagle3_pipeline_tests.tiny_model import make_tiny_llama
 
 FIRST, SECOND = "000000", "000001"
@@ -54,7 +54,6 @@ def use_home(monkeypatch: pytest.MonkeyPatch, home: Path, pipelines: Path) -> No
         monkeypatch.delenv(name)
     for name, value in zip(_VARIABLES, (home, pipelines, home / "dagster_home"), strict=True):
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
 
 
 @dataclass
