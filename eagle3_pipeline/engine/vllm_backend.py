@@ -86,6 +86,10 @@ def set_environment(spec: EngineSpec) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     avoid_multicast()
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    if spec.layer_ids:
+        # With vLLM 0.32 the second model runner captures, too; what `vllm_worker` corrects, and all that was tested, is
+        # the first one's capture.
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if not spec.num_gpus:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(spec.cpu_kvcache_gib)))
         if (os.cpu_count() or 1) <= _FEW_CORES:

@@ -213,6 +213,16 @@ def test_a_cache_of_a_given_size_is_asked_for_on_gpus_only() -> None:
     assert "kv_cache_memory_bytes" not in engine_arguments(replace(spec, num_gpus=0))
 
 
+@pytest.mark.parametrize(("layers", "expected"), [((), None), ((1, 2, 3), "0")])
+def test_capture_runs_on_the_runner_that_was_tested(
+    monkeypatch: pytest.MonkeyPatch, layers: tuple[int, ...], expected: str | None
+) -> None:
+    environment: dict[str, str] = {}
+    monkeypatch.setattr("os.environ", environment)
+    set_environment(EngineSpec("model", "id", "bfloat16", False, 64, num_gpus=1, layer_ids=layers, hidden_size=8))
+    assert environment.get("VLLM_USE_V2_MODEL_RUNNER") == expected
+
+
 @pytest.mark.parametrize(("cores", "expected"), [(2, "0"), (64, None)])
 def test_few_cores_all_compute(monkeypatch: pytest.MonkeyPatch, cores: int, expected: str | None) -> None:
     """On two cores vLLM would keep one for its scheduler, and generate with the other."""
