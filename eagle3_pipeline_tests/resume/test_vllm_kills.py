@@ -106,6 +106,16 @@ def assert_chunk_is_right(home: Home, model_folder: Path) -> None:
         assert bool((chosen >= logits.max(dim=1).values - NEAR_TIE)[mask[1:]].all())
 
 
+def assert_a_rerun_ends_it(home: Home, model_folder: Path, num_answered: int, num_starts: int) -> None:
+    """After so many starts of engines in all; nothing is answered twice."""
+    made = home.rerun(FIRST)
+    assert made.generations
+    assert made.generations.manifest.metrics["num_reused_rows"] == num_answered
+    assert home.num_starts() == num_starts
+    assert_chunk_is_right(home, model_folder)
+    home.assert_nothing_left(timeout_s=60)
+
+
 @pytest.mark.parametrize(
     ("victim", "point"),
     [
@@ -122,12 +132,7 @@ def test_a_killed_engine_costs_one_load_and_no_answer(vllm_home: Home, source: P
     journalled = vllm_home.num_journalled()
     assert (2 <= journalled < NUM_PROMPTS) if point == "mid_capture" else journalled == 0
     assert [vllm_home.published(stage) for stage in OUTPUTS] == [set(), set()]
-    made = vllm_home.rerun(FIRST)
-    assert made.generations
-    assert made.generations.manifest.metrics["num_reused_rows"] == journalled
-    assert vllm_home.num_starts() == 2
-    assert_chunk_is_right(vllm_home, source / "model")
-    vllm_home.assert_nothing_left(timeout_s=60)
+    assert_a_rerun_ends_it(vllm_home, source / "model", journalled, num_starts=2)
 
 
 def test_a_killed_step_costs_no_load(vllm_home: Home, source: Path) -> None:
@@ -137,9 +142,4 @@ def test_a_killed_step_costs_no_load(vllm_home: Home, source: Path) -> None:
     started.wait(60)
     journalled = vllm_home.num_journalled()
     assert 2 <= journalled < NUM_PROMPTS
-    made = vllm_home.rerun(FIRST)
-    assert made.generations
-    assert made.generations.manifest.metrics["num_reused_rows"] == journalled
-    assert vllm_home.num_starts() == 1
-    assert_chunk_is_right(vllm_home, source / "model")
-    vllm_home.assert_nothing_left(timeout_s=60)
+    assert_a_rerun_ends_it(vllm_home, source / "model", journalled, num_starts=1)
