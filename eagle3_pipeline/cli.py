@@ -12,6 +12,7 @@ import click
 from tabulate import tabulate
 
 from eagle3_pipeline.config import PipelineSpec, enabled_pipelines, find_pipeline, pipeline_files, project_home
+from eagle3_pipeline.engine.breaker import read_failures, reset_failures
 from eagle3_pipeline.engine.state import EngineState
 from eagle3_pipeline.errors import ConfigError, Eagle3Error, StaleInputError
 from eagle3_pipeline.planning import Plan, PlanRow, outlook_text
@@ -323,8 +324,6 @@ def engine() -> None:
 
 
 def _engine_rows(folder: Path) -> list[list[Any]]:
-    from eagle3_pipeline.engine.breaker import read_failures
-
     rows = []
     for path in sorted(folder.glob("*/spec.json")):
         state = EngineState(path.parent)
@@ -354,8 +353,6 @@ def engine_stop() -> None:
 @engine.command("reset")
 def engine_reset() -> None:
     """Forget failed starts, so that engines that kept dying are tried again."""
-    from eagle3_pipeline.engine.breaker import reset_failures
-
     folders = [path.parent for path in (project_home() / "engines").glob("*/failures.json")]
     for folder in folders:
         reset_failures(folder)

@@ -40,7 +40,8 @@ class _Ended:
     """A request whose states are to be copied: where they go to, how many rows there are, the blocks that have them."""
 
     req_id: str
-    filename: str
+    folder: str
+    sequence_id: str
     num_rows: int
     block_ids: list[int]
 
@@ -99,14 +100,15 @@ class ShardConnector(ExampleHiddenStatesConnector):
 
         One that was aborted before it was scheduled has no path, for which vLLM 0.24 itself would end the engine.
         """
-        path = self._request_filenames.pop(request.request_id, "")
-        if not os.path.dirname(path):
+        folder, sequence_id = os.path.split(self._request_filenames.pop(request.request_id, ""))
+        if not folder:
             return False, None
         include_output = (request.kv_transfer_params or {}).get("include_output_tokens", False)
         # Of the last sampled token nothing was computed. An aborted request has places for a part of its tokens.
         num_tokens = request.num_tokens - 1 if include_output else request.num_prompt_tokens
         num_rows = min(num_tokens, len(block_ids) * self._block_size)
-        self._pending_saves[request.request_id] = _Ended(request.request_id, path, num_rows, list(block_ids))
+        ended = _Ended(request.request_id, folder, sequence_id, num_rows, list(block_ids))
+        self._pending_saves[request.request_id] = ended
         return True, None
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -132,7 +134,7 @@ class ShardConnector(ExampleHiddenStatesConnector):
 
     def _submit(self, ended: list[_Ended]) -> None:
         # Jobs' requests take turns; each folder's are written together.
-        ended.sort(key=lambda one: os.path.dirname(one.filename))
+        ended.sort(key=lambda one: one.folder)
         for group, starts in self._groups(ended):
             gathered = np.zeros(starts[-1] + group[-1].num_rows, dtype=np.int64)
             for one, start in zip(group, starts, strict=True):
@@ -148,14 +150,13 @@ class ShardConnector(ExampleHiddenStatesConnector):
         rows, most = self._geometry.rows_of_blocks, _GROUP_BYTES // self._geometry.row_bytes
         group, starts, end, last = list[_Ended](), list[int](), 0, ""
         for one in ended:
-            folder = os.path.dirname(one.filename)
-            start = end if folder == last else math.ceil(end / rows) * rows
+            start = end if one.folder == last else math.ceil(end / rows) * rows
             if group and start + one.num_rows > most:
                 yield group, starts
                 group, starts, start = [], [], 0
             group.append(one)
             starts.append(start)
-            end, last = start + one.num_rows, folder
+            end, last = start + one.num_rows, one.folder
         if group:
             yield group, starts
 
@@ -180,11 +181,9 @@ class ShardConnector(ExampleHiddenStatesConnector):
             event.synchronize()
             rows = states.contiguous().view(torch.int16).numpy()
             # Requests of several jobs may end in one step.
-            for folder, members in itertools.groupby(
-                zip(group, starts, strict=True), lambda member: os.path.dirname(member[0].filename)
-            ):
+            for folder, members in itertools.groupby(zip(group, starts, strict=True), lambda member: member[0].folder):
                 own, begins = zip(*members, strict=True)
-                names = [os.path.basename(one.filename) for one in own]
+                names = [one.sequence_id for one in own]
                 counts = [one.num_rows for one in own]
                 data = memoryview(rows[begins[0] : begins[-1] + counts[-1]])
                 self._appender(Path(folder)).append_all(names, counts, data)

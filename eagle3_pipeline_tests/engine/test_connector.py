@@ -46,7 +46,7 @@ def _connector(rank: int, pending: list[_Ended]) -> ShardConnector:
 
 
 def _save(path: Path, num_rows: int, blocks: list[int]) -> _Ended:
-    return _Ended(path.name, str(path), num_rows, blocks)
+    return _Ended(path.name, str(path.parent), path.name, num_rows, blocks)
 
 
 def _end(
@@ -185,8 +185,8 @@ def test_copies_wait_for_the_steps_before_and_not_for_the_current_one(
 )
 def test_of_the_last_sampled_token_there_is_no_state(parameters: dict[str, bool], num_rows: int) -> None:
     made = _connector(0, [])
-    assert _end(made, "/folder/r", 5, 3, [8, 9], **parameters) == (True, None)
-    assert made._pending_saves == {"r": _Ended("r", "/folder/r", num_rows, [8, 9])}
+    assert _end(made, "/folder/s", 5, 3, [8, 9], **parameters) == (True, None)
+    assert made._pending_saves == {"r": _Ended("r", "/folder", "s", num_rows, [8, 9])}
 
 
 @pytest.mark.parametrize("path", ["", "r.safetensors"])
