@@ -6,9 +6,9 @@ the host starts:
 - `EAGLE3_FAKE_LOAD_S`: seconds of loading; default 0.
 - `EAGLE3_FAKE_DELAY_S`: seconds of an answer; default 0.
 - `EAGLE3_FAKE_FAIL`: `start` (loading raises), `dummy` (loading random weights raises), `write_error`, `disk_full`
-  (the writer loses every sequence), `short_capture` (one row is missing), `generate` (requests end without an answer),
-  `garbage` (the smoke test finds sampling implausible). `FAIL:TEXT` fails only requests
-  whose sequence id holds TEXT.
+  (the writer loses every sequence), `short_capture` (one row is missing), `preempted` (no rows are left of a sequence
+  the first time), `no_rows` (nor ever), `generate` (requests end without an answer), `garbage` (the smoke test finds
+  sampling implausible). `FAIL:TEXT` fails only requests whose sequence id holds TEXT.
 - `EAGLE3_FAKE_LOG`: a file that gets one line per finished request and one per aborted request.
 - `EAGLE3_FAKE_CORE`: if set, the engine has a core: a child process in the host's session that outlives a killed host.
   Without it every request fails, as vLLM's do once its `EngineCore` is dead.
@@ -134,6 +134,7 @@ class FakeBackend:
         self._spec: EngineSpec | None = None
         self._vocab_size = DEFAULT_VOCAB
         self._appenders: dict[Path, ShardAppender] = {}
+        self._written: set[str] = set()
         # One thread, as the order of records then is the order of requests.
         self._writer = ThreadPoolExecutor(1)
         self._counters: dict[str, Any] = {}
@@ -254,6 +255,12 @@ class FakeBackend:
                 return
         if self._fails("short_capture", capture.sequence_id):
             rows = rows[:-1]
+        first_time = capture.sequence_id not in self._written
+        self._written.add(capture.sequence_id)
+        if self._fails("no_rows", capture.sequence_id) or (
+            first_time and self._fails("preempted", capture.sequence_id)
+        ):
+            rows = []
         bits = state_bits(rows, self._spec.layer_ids, self._spec.hidden_size)
         self._appender(capture.folder).append(capture.sequence_id, bits.data)
 

@@ -23,6 +23,9 @@ PROGRESS_EVERY_S = 2.0
 _RECORD_POLL_S = 0.02
 _WRITE_STALL_S = 120.0
 _STALL_CHECK_S = 5.0
+# Of a sequence whose states made room for others.
+_MOST_PREFILLS = 3
+_ONE_TOKEN = {"temperature": 0.0, "max_tokens": 1}
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
@@ -198,8 +201,10 @@ class _Runner:
             target = CaptureTarget(self._folder, identity, self._job.include_output) if self._folder else None
             name, job = f"{self._job_id}-{identity}", self._job
             answer = await self._backend.generate(name, ids, job.sampling, target, job.urgent)
-            if self._folder:
-                await self._written(identity, self._expected_rows(prompt, answer.token_ids))
+            if target:
+                await self._captured(
+                    name, target, (ids + answer.token_ids)[: self._expected_rows(prompt, answer.token_ids)]
+                )
             row = {"sequence_id": identity, **{k: v for k, v in vars(answer).items() if v is not None}}
             self._note(row)
             state.done += 1
@@ -215,19 +220,35 @@ class _Runner:
         except OSError as error:
             raise storage_error(error, Path(self._job.journal)) from error
 
-    async def _written(self, identity: str, expected_rows: int) -> None:
+    async def _captured(self, name: str, target: CaptureTarget, ids: list[int]) -> None:
+        """Waits for the states of these tokens.
+
+        A step is scheduled before the one that runs says which sequences end with it. Of one that had to make room for
+        others in between none are left: its tokens are prefilled.
+        """
+        record = await self._written(target.sequence_id, len(ids))
+        for attempt in range(_MOST_PREFILLS):
+            if record.num_tokens or record.error:
+                break
+            del self._records[target.sequence_id]
+            prefill = CaptureTarget(target.folder, target.sequence_id, include_output=False)
+            await self._backend.generate(f"{name}-again-{attempt}", ids, _ONE_TOKEN, prefill, self._job.urgent)
+            record = await self._written(target.sequence_id, len(ids))
+        if record.error:
+            kind = DiskSpaceError if "Errno 28" in record.error or "Errno 122" in record.error else CaptureError
+            what = f"cannot write the hidden states of sequence {target.sequence_id} to {target.folder}"
+            raise kind(f"{what}: {record.error}")
+        if record.num_tokens != len(ids):
+            raise CaptureError(
+                f"sequence {target.sequence_id}: {record.num_tokens} rows of hidden states were captured, "
+                f"expected {len(ids)}"
+            )
+
+    async def _written(self, identity: str, expected_rows: int) -> ShardRecord:
         """Waits for the writer's record: vLLM answers before its writer threads are done."""
         if identity not in self._records:
             await self._arrivals.setdefault(identity, _Arrival(expected_rows)).event.wait()
-        record = self._records[identity]
-        if record.error:
-            kind = DiskSpaceError if "Errno 28" in record.error or "Errno 122" in record.error else CaptureError
-            raise kind(f"cannot write the hidden states of sequence {identity} to {self._folder}: {record.error}")
-        if record.num_tokens != expected_rows:
-            raise CaptureError(
-                f"sequence {identity}: {record.num_tokens} rows of hidden states were captured, "
-                f"expected {expected_rows}"
-            )
+        return self._records[identity]
 
     async def _watch_records(self, reader: RecordReader) -> None:
         """Hands out records as they come; an error of it ends the job."""

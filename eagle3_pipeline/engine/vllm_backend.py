@@ -43,9 +43,10 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
             arguments["kv_cache_memory_bytes"] = round(spec.gpu_kvcache_gib * 2**30)
     if spec.layer_ids:
         arguments |= _capture_arguments(spec)
-        # With asynchronous scheduling a sequence that ends on an accepted token has a last row that was never computed
-        # (seen with vLLM 0.24: the token before the last one repeats its predecessor).
-        arguments["async_scheduling"] = False
+        arguments |= {
+            "async_scheduling": True,
+            "scheduler_cls": "eagle3_pipeline.engine.vllm_scheduler.CaptureScheduler",
+        }
     if spec.draft_path:
         arguments["speculative_config"] = {
             "method": "eagle3",

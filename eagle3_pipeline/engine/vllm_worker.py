@@ -38,20 +38,31 @@ def capture_last_layer() -> None:
     DeepseekV2ForCausalLM.set_aux_hidden_state_layers = set_layers_and_last
 
 
-def draft_nothing_while_capturing() -> None:
+def run_as_if_nothing_were_drafted() -> None:
     """vLLM captures as a method of speculative decoding, whose draft is the sampled token once more.
 
-    Verifying it doubles the tokens of a step and ends in another sampler; it says nothing, so it is not scheduled.
+    Verifying it doubles the tokens of a step and says nothing. So the engine works as one without drafts: a step that
+    only decodes has one token of a sequence, CUDA graphs of whole steps are recorded for such steps, and the next one
+    takes sampled tokens from the device. States go to their cache behind a step, outside of its graph.
     """
-    from vllm.v1.worker.gpu_worker import Worker
+    from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionMetadataBuilder
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    take = Worker.take_draft_token_ids
+    CacheOnlyAttentionMetadataBuilder._cudagraph_support = AttentionCGSupport.ALWAYS
+    # Which of the drafted tokens are valid takes a call of Python a sequence.
+    ExtractHiddenStatesProposer.prepare_next_token_ids_padded = lambda _self, sampled, *_: (sampled[:, 0],) * 2
+    make = GPUModelRunner.__init__
 
-    def take_real_drafts(self: Any) -> Any:
-        speculative = self.speculative_config
-        return None if speculative and speculative.method == "extract_hidden_states" else take(self)
+    def make_without_drafts(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if self.speculative_config and self.speculative_config.method == "extract_hidden_states":
+            self.num_spec_tokens = self.prev_num_spec_tokens = 0
+            self.use_async_spec_decode, self.valid_sampled_token_count_event = False, None
+            self.uniform_decode_query_len = self.cudagraph_dispatcher.uniform_decode_query_len = 1
 
-    Worker.take_draft_token_ids = take_real_drafts
+    GPUModelRunner.__init__ = make_without_drafts
 
 
 def keep_padding_out_of_sequences() -> None:
@@ -81,7 +92,7 @@ def share_blocks_on_cpu() -> None:
     CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda *_args: [MultipleOf(16)])
 
 
-draft_nothing_while_capturing()
+run_as_if_nothing_were_drafted()
 keep_padding_out_of_sequences()
 if tuple(int(part) for part in vllm.__version__.split(".")[:2]) < (0, 25):
     capture_last_layer()

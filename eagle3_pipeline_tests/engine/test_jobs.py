@@ -175,6 +175,7 @@ def test_unknown_operations_are_answered_with_an_error(client: EngineClient) -> 
         ("write_error:s4", CaptureError, r"cannot write the hidden states of sequence s4 to .*Input/output error"),
         ("disk_full:s4", DiskSpaceError, r"cannot write the hidden states of sequence s4 to .*No space left on device"),
         ("short_capture:s4", CaptureError, r"sequence s4: 6 rows of hidden states were captured, expected 7"),
+        ("no_rows:s4", CaptureError, r"sequence s4: 0 rows of hidden states were captured, expected 7"),
         ("generate:s4", EngineError, r"request .*-s4 ended without an answer"),
     ],
 )
@@ -201,6 +202,29 @@ def test_a_failed_sequence_is_named_and_the_others_survive(
         result = client.generate(job)
     assert (result["reused"], result["done"]) == (4, 2)
     assert set(intact_records(Path(job.capture_folder), GEOMETRY)) == set(PROMPTS)
+
+
+@pytest.mark.parametrize("include_output", [True, False])
+def test_a_sequence_that_made_room_for_others_when_it_ended_is_prefilled(
+    manager: EngineManager, make_job: JobMaker, monkeypatch: pytest.MonkeyPatch, include_output: bool
+) -> None:
+    monkeypatch.setenv("EAGLE3_FAKE_FAIL", "preempted:s4")
+    job = make_job(capture=True, include_output=include_output)
+    with manager.acquire(capturing_spec(), print) as client:
+        result = client.generate(job)
+    assert (result["done"], result["prompt_tokens"]) == (6, sum(map(len, PROMPTS.values())))
+    folder, answers = Path(job.capture_folder), read_journal(Path(job.journal))
+    written = [record.num_tokens for record in read_records(folder) if record.sequence_id == "s4"]
+    tokens = {
+        name: [*ids, *answers[name]["token_ids"][:-1]][: None if include_output else len(ids)]
+        for name, ids in PROMPTS.items()
+    }
+    assert written == [0, len(tokens["s4"])]
+    records = intact_records(folder, GEOMETRY)
+    seal_shards(folder, records.values(), {name: np.array(ids) for name, ids in tokens.items()}, GEOMETRY, {})
+    states, _ = map_states(folder / shard_name(0))
+    start = records["s4"].row_start
+    assert np.array_equal(states[start : start + len(tokens["s4"])], state_bits(tokens["s4"], LAYER_IDS, HIDDEN))
 
 
 def test_draft_steps_are_counted_since_the_start(manager: EngineManager, make_job: JobMaker) -> None:

@@ -1,6 +1,8 @@
 """Corrections of vLLM that workers import, on vLLM's own classes."""
 
 import importlib
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +32,35 @@ def test_the_last_layer_gets_a_successor_whose_input_is_asked_for(
     if num_added:
         states = torch.ones(3, 2), torch.full((3, 2), 5.0)
         assert verifier.model.layers[8](torch.arange(3), *states, None) == states
+
+
+@pytest.mark.parametrize(("method", "num_drafted"), [("extract_hidden_states", 0), ("eagle3", 1)])
+def test_a_capturing_engine_runs_as_one_without_drafts(
+    monkeypatch: pytest.MonkeyPatch, method: str, num_drafted: int
+) -> None:
+    """With drafts, vLLM would record graphs for steps of two tokens a sequence, and wait for each step's tokens."""
+    from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionMetadataBuilder
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from eagle3_pipeline.engine.vllm_worker import run_as_if_nothing_were_drafted
+
+    def as_vllm(self: Any) -> None:
+        self.speculative_config = SimpleNamespace(method=method)
+        self.num_spec_tokens = self.prev_num_spec_tokens = 1
+        self.use_async_spec_decode, self.valid_sampled_token_count_event = True, object()
+        self.uniform_decode_query_len = 2
+        self.cudagraph_dispatcher = SimpleNamespace(uniform_decode_query_len=2)
+
+    monkeypatch.setattr(GPUModelRunner, "__init__", as_vllm)
+    run_as_if_nothing_were_drafted()
+    runner = GPUModelRunner()  # type: ignore[call-arg]
+    assert (runner.num_spec_tokens, runner.prev_num_spec_tokens) == (num_drafted, num_drafted)
+    assert runner.uniform_decode_query_len == runner.cudagraph_dispatcher.uniform_decode_query_len == 1 + num_drafted
+    assert runner.use_async_spec_decode == bool(num_drafted)
+    assert (runner.valid_sampled_token_count_event is None) == (not num_drafted)
+    spec = SimpleNamespace()
+    assert CacheOnlyAttentionMetadataBuilder.get_cudagraph_support(spec, spec) is AttentionCGSupport.ALWAYS
 
 
 def test_rows_that_pad_a_step_overwrite_no_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,3 +116,20 @@ def test_the_draft_trains_and_serves(context: StageContext) -> None:
     assert publish_draft(context).promoted
     assert len(context.engines.starts()) == 3, "capturing, plain, drafted"
     assert context.upstream(ids.DRAFT_EVALUATION)
+
+
+def test_states_of_steps_in_cuda_graphs_match_transformers(context: StageContext) -> None:
+    """Steps that only decode are replayed as a whole; rows of others pad them."""
+    settings = context.spec.model_dump()
+    settings["name"], settings["generation"]["temperature"] = "graphs", 0.5
+    settings["resources"]["enforce_eager"] = False
+    with_graphs = StageContext(PipelineSpec.model_validate(settings), home=context.home)
+    with_graphs.registry.sync(with_graphs.spec)
+    materialise_dataset(with_graphs, CHUNK)
+    made = materialise_outputs(with_graphs, CHUNK)
+    assert made.generations and made.hidden_states
+    engine = with_graphs.capturing_engine_spec().engine_id
+    assert re.search(r"CUDA graphs \([^)]*FULL", (context.home / "engines" / engine / "engine.log").read_text())
+    assert_states_match_transformers(
+        Path(context.verifier.path), made.generations.artifact, made.hidden_states.artifact, BF16_TOLERANCE
+    )
