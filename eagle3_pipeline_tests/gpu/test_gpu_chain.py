@@ -93,7 +93,6 @@ def test_a_job_that_is_killed_while_requests_wait_leaves_the_engine_alive(
     context: StageContext, tmp_path: Path
 ) -> None:
     """vLLM 0.24's own connector ends the engine when a request is aborted that was never scheduled."""
-    num_starts = len(context.engines.starts())
     arguments = (context.spec, context.home, tmp_path / "killed", 4096)
     process = multiprocessing.get_context("spawn").Process(target=_answer, args=arguments, daemon=True)
     process.start()
@@ -101,6 +100,7 @@ def test_a_job_that_is_killed_while_requests_wait_leaves_the_engine_alive(
     wait_until(lambda: journal.exists() and journal.stat().st_size > 0, 300)
     process.kill()
     process.join()
+    num_starts = len(context.engines.starts())
     _answer(context.spec, context.home, tmp_path / "after", 32)
     assert process.exitcode == -9 and len(context.engines.starts()) == num_starts
 

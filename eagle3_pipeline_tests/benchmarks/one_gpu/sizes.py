@@ -130,7 +130,7 @@ ON_GPU = Sizes(
     num_compared=20,
     # What is decoded at once fits the cache of each of a model's engines.
     small_generation=Generation(2048, 64, 128),
-    large_generation=Generation(2048, 64, 128),
+    large_generation=Generation(4096, 64, 128),
     utilization=0.14,
     small_kvcache_gib=10.0,
     large_kvcache_gib=36.0,
