@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pyarrow.parquet as pq
+import xxhash
 
 from eagle3_pipeline.engine.backend import Backend, CaptureTarget
 from eagle3_pipeline.engine.spec import EngineSpec
@@ -82,10 +83,20 @@ def read_journal(path: Path) -> dict[str, dict[str, Any]]:
     if path.exists():
         data = path.read_bytes()
         for line in data[: data.rfind(b"\n") + 1].splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
                 row = json.loads(line)
-                answers[row["sequence_id"]] = {**row, "token_ids": list(row["token_ids"])}
+                if row.pop("checksum") == _checksum(row):
+                    answers[row["sequence_id"]] = row
     return answers
+
+
+def journal_line(row: dict[str, Any]) -> str:
+    """A line of a journal: an answer, and the xxh3-64 of it as JSON."""
+    return json.dumps({**row, "checksum": _checksum(row)}) + "\n"
+
+
+def _checksum(row: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(row).encode())
 
 
 def _open_journal(path: Path) -> IO[str]:
@@ -215,7 +226,7 @@ class _Runner:
 
     def _note(self, row: dict[str, Any]) -> None:
         try:
-            self._journal.write(json.dumps(row) + "\n")
+            self._journal.write(journal_line(row))
             self._journal.flush()
         except OSError as error:
             raise storage_error(error, Path(self._job.journal)) from error

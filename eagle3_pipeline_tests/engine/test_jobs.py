@@ -14,7 +14,7 @@ import pytest
 
 from eagle3_pipeline.engine import jobs
 from eagle3_pipeline.engine.client import EngineClient
-from eagle3_pipeline.engine.jobs import read_journal
+from eagle3_pipeline.engine.jobs import journal_line, read_journal
 from eagle3_pipeline.engine.manager import EngineManager
 from eagle3_pipeline.errors import CaptureError, DiskSpaceError, EngineError
 from eagle3_pipeline.store.records import intact_records, read_records
@@ -54,10 +54,11 @@ def test_answers_go_to_the_journal_and_the_result_counts_them(client: EngineClie
     counts = {k: result[k] for k in ("total", "reused", "done", "prompt_tokens", "new_tokens")}
     # b: 31*7 + 11 = 228 -> 28; 31*28 + 7*7 + 11 = 928 -> 28; 31*28 + 7*28 + 11 = 1075 -> 75.
     assert counts == {"total": 2, "reused": 0, "done": 2, "prompt_tokens": 3, "new_tokens": 5}
-    assert sorted(journal_rows(job), key=lambda row: row["sequence_id"]) == [
-        {"sequence_id": "a", "token_ids": [80, 5], "finish_reason": "stop"},
-        {"sequence_id": "b", "token_ids": [28, 28, 75], "finish_reason": "length"},
-    ]
+    assert len(journal_rows(job)) == 2
+    assert read_journal(Path(job.journal)) == {
+        "a": {"sequence_id": "a", "token_ids": [80, 5], "finish_reason": "stop"},
+        "b": {"sequence_id": "b", "token_ids": [28, 28, 75], "finish_reason": "length"},
+    }
 
 
 def test_captured_states_are_those_of_every_token_but_the_last(client: EngineClient, make_job: JobMaker) -> None:
@@ -95,7 +96,7 @@ def test_a_finished_job_is_not_generated_again(client: EngineClient, make_job: J
 def test_only_rows_without_an_answer_are_generated(client: EngineClient, make_job: JobMaker) -> None:
     job = make_job()
     kept = {"sequence_id": "s3", "token_ids": [1], "finish_reason": "stop"}
-    Path(job.journal).write_text(json.dumps(kept) + "\n")
+    Path(job.journal).write_text(journal_line(kept))
     result = client.generate(job)
     assert (result["reused"], result["done"]) == (1, 5)
     assert read_journal(Path(job.journal))["s3"] == kept, "the earlier answer stays, whatever it was"
@@ -241,7 +242,7 @@ def test_draft_steps_are_counted_since_the_start(manager: EngineManager, make_jo
 def test_a_torn_journal_line_is_not_an_answer(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     rows = [{"sequence_id": "a", "token_ids": [1]}, {"sequence_id": "a", "token_ids": [2]}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"sequence_id": "b", "tok')
+    path.write_text("".join(map(journal_line, rows)) + journal_line({"sequence_id": "b", "token_ids": [3]})[:-1])
     assert read_journal(path) == {"a": {"sequence_id": "a", "token_ids": [2]}}
     assert read_journal(tmp_path / "none") == {}
 
