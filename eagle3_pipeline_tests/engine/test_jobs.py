@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
