@@ -38,22 +38,9 @@ FORMAT_VERSIONS = {
 _PASSTHROUGH_KEYS = ("mode", "max_sequence_tokens", "chat_template_kwargs")
 
 
-def semantic_part(spec: PipelineSpec, stage: str, verifier: Verifier | None = None) -> dict[str, Any]:
-    """The semantic keys of the pipeline file that `stage` reads; also its Dagster code version.
-
-    With a verifier, layers that null stands for are null, and others ascend, however they are written.
-    """
-    sections = spec.semantic_sections
-    if verifier:
-        written = {"aux_layer_ids": _written_layers(spec, verifier)}
-        sections = {**sections, "capture": {**sections["capture"], **written}}
-    return _PARTS[stage](sections)
-
-
-def _written_layers(spec: PipelineSpec, verifier: Verifier) -> list[int] | None:
-    layers = verifier.geometry(spec.capture).layer_ids
-    by_default = verifier.geometry(spec.capture.model_copy(update={"aux_layer_ids": None})).layer_ids
-    return None if layers == by_default else list(layers[:-1])
+def semantic_part(spec: PipelineSpec, stage: str) -> dict[str, Any]:
+    """The semantic keys of the pipeline file that `stage` reads; also its Dagster code version."""
+    return _PARTS[stage](spec.semantic_sections)
 
 
 def _generation_part(sections: dict[str, Any]) -> dict[str, Any]:
@@ -92,9 +79,9 @@ def code_version(spec: PipelineSpec, stage: str) -> str:
     return f"{FORMAT_VERSIONS[stage]}-{fingerprint(stage, FORMAT_VERSIONS[stage], semantic_part(spec, stage), {})[:12]}"
 
 
-def identify(spec: PipelineSpec, stage: str, inputs: dict[str, Any], verifier: Verifier | None = None) -> Identity:
+def identify(spec: PipelineSpec, stage: str, inputs: dict[str, Any]) -> Identity:
     """The identity of `stage` for these inputs."""
-    part, version = semantic_part(spec, stage, verifier), FORMAT_VERSIONS[stage]
+    part, version = semantic_part(spec, stage), FORMAT_VERSIONS[stage]
     return Identity(stage, version, part, inputs, fingerprint(stage, version, part, inputs))
 
 
@@ -117,7 +104,7 @@ def hidden_states_identity(spec: PipelineSpec, verifier: Verifier, input_ids_con
     """The states of a chunk: by verifier, layers and ordered token ids; masks do not enter."""
     layers = list(verifier.geometry(spec.capture).layer_ids)
     inputs = {"verifier": verifier.content_id, "layer_ids": layers, "input_ids": input_ids_content}
-    return identify(spec, HIDDEN_STATES, inputs, verifier)
+    return identify(spec, HIDDEN_STATES, inputs)
 
 
 def vocab_identity(spec: PipelineSpec, verifier: Verifier, token_counts: dict[str, str]) -> Identity:
@@ -129,8 +116,7 @@ def baseline_identity(spec: PipelineSpec, verifier: Verifier, prompts: bytes) ->
     """The undrafted verifier on the evaluation prompts."""
     layers = list(verifier.geometry(spec.capture).layer_ids)
     prompts_id = hashlib.sha256(prompts).hexdigest()[:32]
-    inputs = {"verifier": verifier.content_id, "layer_ids": layers, "prompts": prompts_id}
-    return identify(spec, BASELINE, inputs, verifier)
+    return identify(spec, BASELINE, {"verifier": verifier.content_id, "layer_ids": layers, "prompts": prompts_id})
 
 
 def checkpoint_identity(

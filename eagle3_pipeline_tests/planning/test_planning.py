@@ -136,13 +136,6 @@ def test_other_layers_leave_generations_and_vocabulary_fresh(filled: StageContex
     assert not {ids.DATASET, ids.SYNTHETIC_GENERATIONS, ids.VOCAB_MAP} & {stage for stage, _ in todo}
 
 
-@pytest.mark.parametrize("layers", [[2, 6, 9], [9, 2, 6]])
-def test_layers_that_null_stands_for_make_nothing_stale_when_written_out(
-    filled: StageContext, make_context: ContextMaker, layers: list[int]
-) -> None:
-    assert not _todo(plan(make_context(capture={"aux_layer_ids": layers})))
-
-
 def test_other_weights_make_what_reads_the_verifier_stale(
     filled: StageContext, make_context: ContextMaker, model: Path
 ) -> None:
