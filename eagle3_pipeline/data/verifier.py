@@ -47,6 +47,11 @@ class Verifier:
     architecture: str
     has_experts: bool = False
 
+    @property
+    def default_aux_layer_ids(self) -> list[int]:
+        """What `capture.aux_layer_ids` is where it is null; too small a verifier has no such layers."""
+        return [2, self.num_layers // 2, self.num_layers - 3]
+
     def geometry(self, capture: CaptureSpec) -> Geometry:
         """Layers to capture: the aux layers in ascending order, then the last layer before the final norm.
 
@@ -54,7 +59,7 @@ class Verifier:
             ConfigError: a layer id is out of range or given twice.
         """
         n = self.num_layers
-        ids = capture.aux_layer_ids or [2, n // 2, n - 3]
+        ids = capture.aux_layer_ids or self.default_aux_layer_ids
         if sorted(set(ids)) != sorted(ids) or not all(0 < i < n for i in ids):
             raise ConfigError(
                 f"capture.aux_layer_ids {ids}: expected three different ids from 1 to {n - 1}; the verifier has "

@@ -16,7 +16,7 @@ def new_data_fraction(context: StageContext, plan: Plan) -> float | None:
     manifests: dict[str, Manifest] = {}
     for stage in _TAIL:
         manifest = context.last_manifest(stage)
-        if manifest is None or manifest.spec != ids.semantic_part(context.spec, stage):
+        if manifest is None or manifest.spec != ids.semantic_part(context.spec, stage, context.verifier):
             return None
         manifests[stage] = manifest
     trained = manifests[ids.DRAFT_CHECKPOINT].inputs["synthetic_generations"]

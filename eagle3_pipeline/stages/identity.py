@@ -38,9 +38,18 @@ FORMAT_VERSIONS = {
 _PASSTHROUGH_KEYS = ("mode", "max_sequence_tokens", "chat_template_kwargs")
 
 
-def semantic_part(spec: PipelineSpec, stage: str) -> dict[str, Any]:
-    """The semantic keys of the pipeline file that `stage` reads; also its Dagster code version."""
-    return _PARTS[stage](spec.semantic_sections)
+def semantic_part(spec: PipelineSpec, stage: str, verifier: Verifier | None = None) -> dict[str, Any]:
+    """The semantic keys of the pipeline file that `stage` reads; also its Dagster code version.
+
+    Args:
+        spec: the pipeline.
+        stage: name of the stage.
+        verifier: the layer ids that null means for it are null, even where the file writes them out.
+    """
+    part = _PARTS[stage](spec.semantic_sections)
+    if verifier and "capture" in part and sorted(spec.capture.aux_layer_ids or ()) == verifier.default_aux_layer_ids:
+        part["capture"] = {**part["capture"], "aux_layer_ids": None}
+    return part
 
 
 def _generation_part(sections: dict[str, Any]) -> dict[str, Any]:
@@ -79,9 +88,9 @@ def code_version(spec: PipelineSpec, stage: str) -> str:
     return f"{FORMAT_VERSIONS[stage]}-{fingerprint(stage, FORMAT_VERSIONS[stage], semantic_part(spec, stage), {})[:12]}"
 
 
-def identify(spec: PipelineSpec, stage: str, inputs: dict[str, Any]) -> Identity:
+def identify(spec: PipelineSpec, stage: str, inputs: dict[str, Any], verifier: Verifier | None = None) -> Identity:
     """The identity of `stage` for these inputs."""
-    part, version = semantic_part(spec, stage), FORMAT_VERSIONS[stage]
+    part, version = semantic_part(spec, stage, verifier), FORMAT_VERSIONS[stage]
     return Identity(stage, version, part, inputs, fingerprint(stage, version, part, inputs))
 
 
@@ -104,7 +113,7 @@ def hidden_states_identity(spec: PipelineSpec, verifier: Verifier, input_ids_con
     """The states of a chunk: by verifier, layers and ordered token ids; masks do not enter."""
     layers = list(verifier.geometry(spec.capture).layer_ids)
     inputs = {"verifier": verifier.content_id, "layer_ids": layers, "input_ids": input_ids_content}
-    return identify(spec, HIDDEN_STATES, inputs)
+    return identify(spec, HIDDEN_STATES, inputs, verifier)
 
 
 def vocab_identity(spec: PipelineSpec, verifier: Verifier, token_counts: dict[str, str]) -> Identity:
@@ -116,7 +125,8 @@ def baseline_identity(spec: PipelineSpec, verifier: Verifier, prompts: bytes) ->
     """The undrafted verifier on the evaluation prompts."""
     layers = list(verifier.geometry(spec.capture).layer_ids)
     prompts_id = hashlib.sha256(prompts).hexdigest()[:32]
-    return identify(spec, BASELINE, {"verifier": verifier.content_id, "layer_ids": layers, "prompts": prompts_id})
+    inputs = {"verifier": verifier.content_id, "layer_ids": layers, "prompts": prompts_id}
+    return identify(spec, BASELINE, inputs, verifier)
 
 
 def checkpoint_identity(

@@ -1,5 +1,7 @@
 """One key of every stage, edited: `eagle3 plan --why` names it, and nothing upstream of it is stale."""
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,10 @@ import yaml
 from click.testing import CliRunner
 
 from eagle3_pipeline.cli import main
-from eagle3_pipeline.planning import Plan, plan
+from eagle3_pipeline.planning import Plan, new_data_fraction, plan
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.context import StageContext
-from eagle3_pipeline_tests.planning.conftest import ContextMaker, fill
+from eagle3_pipeline_tests.planning.conftest import ContextMaker, fill, write_source
 
 # A key of each stage's section, another value, and what the reason says.
 SEMANTIC: list[tuple[str, dict[str, Any], str]] = [
@@ -78,6 +80,36 @@ def test_an_execution_key_makes_nothing_stale(
     filled: StageContext, make_context: ContextMaker, sections: dict[str, Any]
 ) -> None:
     assert plan(make_context(**sections)).todo == []
+
+
+@pytest.mark.parametrize("layer_ids", [[2, 6, 9], [9, 2, 6]])
+def test_layer_ids_that_are_written_out_are_what_null_means(
+    filled: StageContext, make_context: ContextMaker, source: Path, layer_ids: list[int]
+) -> None:
+    """Of 12 layers: 2, 12 // 2, 12 - 3. What either spelling made is the other's, and data alone is new."""
+    written = make_context(capture={"aux_layer_ids": layer_ids})
+    assert plan(written).todo == []
+    write_source(source, "c", ["c0"])
+    written.registry.sync(written.spec)
+    # One row more than five.
+    assert new_data_fraction(written, plan(written)) == 1 / 6
+    fill(written)
+    assert plan(make_context()).todo == []
+
+
+def test_artifacts_of_null_and_of_other_layers_keep_their_fingerprints(make_context: ContextMaker) -> None:
+    for capture, raw in (({}, None), ({"aux_layer_ids": [3, 1, 2]}, [3, 1, 2])):
+        context = make_context(capture=capture)
+        layers = [*sorted(raw or [2, 6, 9]), 12]
+        found = ids.hidden_states_identity(context.spec, context.verifier, "tokens").fingerprint
+        document = {
+            "stage": "hidden_states",
+            "format": 1,
+            "spec": {"dtype": "auto", "capture": {"aux_layer_ids": raw, "dtype": "bfloat16"}},
+            "inputs": {"verifier": context.verifier.content_id, "layer_ids": layers, "input_ids": "tokens"},
+        }
+        text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+        assert found == hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def test_a_chunk_that_does_not_exist_is_an_error_that_names_the_first_and_the_last(
