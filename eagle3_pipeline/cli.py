@@ -329,8 +329,12 @@ def _engine_rows(folder: Path) -> list[list[Any]]:
         state = EngineState(path.parent)
         seen = state.read()
         phase = seen.get("phase", "unknown") if state.is_alive() else "not running"
-        if read_failures(path.parent).tripped:
-            phase = "kept dying; eagle3 engine reset tries it again"
+        failures = read_failures(path.parent)
+        if failures.tripped:
+            what = "kept dying" if failures.count > 1 else "its last start failed"
+            phase = f"{what}; eagle3 engine reset tries it again"
+        elif failures.count and not state.is_alive() and "load_s" not in seen:
+            phase = "not running; its last start failed"
         rows.append([path.parent.name, phase, seen.get("pid"), seen.get("jobs", 0), state.describe()])
     return rows
 

@@ -12,6 +12,7 @@ from eagle3_pipeline.engine.breaker import record_failure
 from eagle3_pipeline.engine.manager import EngineManager
 from eagle3_pipeline.engine.preflight import gib
 from eagle3_pipeline.engine.state import EngineState
+from eagle3_pipeline.errors import EngineError
 from eagle3_pipeline_tests.engine.conftest import engine_spec, processes_that_mention
 from eagle3_pipeline_tests.store.children import wait_until
 
@@ -81,14 +82,40 @@ def test_engine_stop_ends_what_a_killed_host_left(home: Path, tmp_path: Path, mo
     wait_until(lambda: not children[0].is_running() or children[0].status() == "zombie")
 
 
-def test_an_engine_that_kept_dying_says_so_until_it_is_reset(home: Path) -> None:
+@pytest.mark.parametrize(
+    ("deaths", "phase"),
+    [
+        # Whether the engine itself gave up each of its starts; where not, it was killed.
+        ([True], "its last start failed; eagle3 engine reset tries it again"),
+        ([False], "not running; its last start failed"),
+        ([False, False], "kept dying; eagle3 engine reset tries it again"),
+        ([False, True], "kept dying; eagle3 engine reset tries it again"),
+    ],
+)
+def test_an_engine_that_failed_says_so_until_it_is_reset(home: Path, deaths: list[bool], phase: str) -> None:
     manager, spec = EngineManager(home, 0), engine_spec()
     EngineState(manager.folder / spec.engine_id).prepare(spec)
-    record_failure(manager.folder / spec.engine_id, "out of memory", deterministic=True, host="1-1")
-    assert "kept dying; eagle3 engine reset tries it again" in command("engine", "list").output
-    assert "kept dying; eagle3 engine reset tries it again" in command("status").output
+    for number, deterministic in enumerate(deaths):
+        record_failure(manager.folder / spec.engine_id, "out of memory", deterministic, host=f"{number}-1")
+    assert [_phase(command(*name)) for name in (("engine", "list"), ("status",))] == [phase, phase]
     assert command("engine", "reset").output == "1 engines may be started again\n"
-    assert "not running" in command("engine", "list").output
+    assert _phase(command("engine", "list")) == "not running"
+
+
+def test_a_single_death_at_work_is_no_failed_start(home: Path, tmp_path: Path) -> None:
+    manager, spec = EngineManager(home, 0), engine_spec(model_path=str(tmp_path / "m"))
+    with manager.acquire(spec, lambda _line: None) as client:
+        os.kill(EngineState(client.folder).read()["pid"], signal.SIGKILL)
+        wait_until(lambda: not EngineState(client.folder).is_alive())
+        manager.died(client, EngineError("killed"))
+    assert _phase(command("engine", "list")) == "not running"
+
+
+def _phase(result: Result) -> str:
+    """Of the only engine in a table."""
+    lines = result.output.splitlines()
+    heads = next(line for line in lines if line.startswith("engine "))
+    return lines[lines.index(heads) + 2].split("  ")[1]
 
 
 @pytest.mark.parametrize(

@@ -17,19 +17,21 @@ class Failures:
     """What is known of an engine's deaths.
 
     Attributes:
-        count: consecutive deaths; a start that the engine itself gave up counts as enough, since it would again.
+        count: consecutive deaths.
         last: the last one's message.
         host: which host died last: every client of it tells of the same death.
+        deterministic: the engine itself gave up its last start: one is enough, since it would again.
     """
 
     count: int = 0
     last: str = ""
     host: str = ""
+    deterministic: bool = False
 
     @property
     def tripped(self) -> bool:
         """Whether further requests fail at once."""
-        return self.count >= _TRIPS_AT
+        return self.deterministic or self.count >= _TRIPS_AT
 
 
 def read_failures(folder: Path) -> Failures:
@@ -54,8 +56,7 @@ def record_failure(folder: Path, message: str, deterministic: bool, host: str) -
         known = read_failures(folder)
         if host and known.host == host:
             return
-        count = _TRIPS_AT if deterministic else known.count + 1
-        atomic.write_json(folder / _NAME, asdict(Failures(count, message, host)))
+        atomic.write_json(folder / _NAME, asdict(Failures(known.count + 1, message, host, deterministic)))
 
 
 def reset_failures(folder: Path) -> bool:
