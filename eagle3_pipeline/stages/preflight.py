@@ -46,6 +46,10 @@ def preflight(context: StageContext, offline: bool = False, dummy_load: bool = F
         layers = _attempt("", "", lambda: verifier.geometry(spec.capture))[0]
         engine = context.capturing_engine_spec() if layers else context.engine_spec()
         checks += engine_checks(context, engine, verifier)
+        generation = spec.generation
+        apart = generation.mode == "regenerate" and generation.one_pass == "never"
+        engines = [engine, *([context.engine_spec()] if apart else []), context.timed_engine_spec()]
+        checks += [_check_breaker(context, one) for one in engines]
         num_tokens = spec.dataset.samples_per_chunk * spec.generation.max_sequence_tokens
         what = f"the hidden states of a chunk of {spec.dataset.samples_per_chunk:,} longest sequences"
         checks.append(check_disk(context.store.root, num_tokens * engine.geometry.row_bytes, what))
@@ -82,6 +86,16 @@ def engine_checks(context: StageContext, engine: EngineSpec, verifier: Verifier)
     if len(gpus) >= engine.num_gpus:
         checks.append(check_gpu_fit(engine, verifier.weight_bytes, verifier.kv_bytes_per_token, gpus))
     return checks
+
+
+def _check_breaker(context: StageContext, engine: EngineSpec) -> Check:
+    """A run is not refused because this engine failed before."""
+    what, needed = f"earlier starts of {engine.describe()}", "no failure that bars the next one"
+    try:
+        context.engines.require_startable(engine)
+    except EngineError as error:
+        return Check(what, False, str(error), needed)
+    return Check(what, True, "none that bars the next one", needed)
 
 
 def _writable(context: StageContext) -> list[Check]:

@@ -9,6 +9,7 @@ import pytest
 
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.data.verifier import resolve_verifier
+from eagle3_pipeline.engine.breaker import record_failure, reset_failures
 from eagle3_pipeline.engine.devices import GpuMemory
 from eagle3_pipeline.engine.preflight import (
     GIB,
@@ -20,7 +21,7 @@ from eagle3_pipeline.engine.preflight import (
     check_processes,
 )
 from eagle3_pipeline.engine.spec import EngineSpec
-from eagle3_pipeline.errors import PreflightError
+from eagle3_pipeline.errors import EngineError, PreflightError
 from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.stages.engines import open_engine
 from eagle3_pipeline.stages.preflight import preflight
@@ -60,6 +61,35 @@ def context(tmp_path: Path) -> StageContext:
 
 def test_a_machine_that_fits_passes_every_line(context: StageContext) -> None:
     assert [check.line() for check in preflight(context) if not check.passed] == []
+
+
+def test_an_engine_that_is_not_started_again_is_told(context: StageContext) -> None:
+    """In the words with which a run is refused, until it is reset; settings that ask for another engine pass."""
+    folder = context.engines.folder / context.timed_engine_spec().engine_id
+    folder.mkdir(parents=True)
+    record_failure(folder, "out of memory", deterministic=True, host="1-1")
+    with pytest.raises(EngineError) as refused:
+        context.engines.require_startable(context.timed_engine_spec())
+    (failed,) = [check.line() for check in preflight(context) if not check.passed]
+    assert failed.startswith("FAIL  earlier starts of tiny auto (timed): found ") and str(refused.value) in failed
+    assert "it failed before: out of memory" in failed and "run eagle3 engine reset" in failed
+    resources = context.spec.resources.model_copy(update={"max_num_seqs": 3})
+    changed = StageContext(context.spec.model_copy(update={"resources": resources}), home=context.home)
+    assert [check.line() for check in preflight(changed) if not check.passed] == []
+    assert reset_failures(folder)
+    assert [check.line() for check in preflight(context) if not check.passed] == []
+
+
+@pytest.mark.parametrize(("one_pass", "barred"), [("never", 1), ("auto", 0)])
+def test_an_engine_that_only_answers_counts_where_a_chunk_asks_for_it(
+    context: StageContext, one_pass: str, barred: int
+) -> None:
+    generation = context.spec.generation.model_copy(update={"one_pass": one_pass})
+    context = StageContext(context.spec.model_copy(update={"generation": generation}), home=context.home)
+    folder = context.engines.folder / context.engine_spec().engine_id
+    folder.mkdir(parents=True)
+    record_failure(folder, "out of memory", deterministic=True, host="1-1")
+    assert sum(not check.passed for check in preflight(context)) == barred
 
 
 def test_an_answer_whose_end_does_not_stop_the_verifier_is_told_before_the_load(context: StageContext) -> None:
