@@ -102,7 +102,8 @@ class InProcess:
                 failures.append(f"run {result.run_id} ({item.text}) failed: {reason}")
                 if was_stopped:
                     break
-                self._log(f"{spec.name}: {failures[-1]}")
+                # The first one is raised as a whole, and where an engine died, the others have the same log to show.
+                self._log(f"{spec.name}: {failures[-1].splitlines()[0]}")
             if interrupted():
                 raise Eagle3Error(f"{spec.name}: interrupted after {item.text}; run it again, and it continues")
         if failures:

@@ -226,6 +226,18 @@ def test_an_engine_that_failed_refuses_the_next_chunk_before_anything_is_read(
     assert pipeline.num_starts() == 1
 
 
+def test_the_log_of_an_engine_that_failed_is_shown_once(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE3_FAKE_FAIL", "start")
+    result = command("materialize", "fake", "--chunks", "0*")
+    assert result.exit_code == 1
+    assert "fake: 2 of 2 runs failed; first: " in result.output
+    assert all(
+        f"hidden_states of chunk {chunk}) failed: the engine tiny " in result.output for chunk in (FIRST, SECOND)
+    )
+    assert result.output.count("Traceback") == 1
+    assert result.output.count("RuntimeError: the fake engine was told not to start") == 1
+
+
 def test_a_pattern_that_matches_no_chunk_is_an_error(pipeline: Pipeline) -> None:
     result = command("materialize", "fake", "--chunks", "9*")
     assert result.exit_code == 1
