@@ -17,7 +17,7 @@ from eagle3_pipeline.assets.common import asset_key
 from eagle3_pipeline.assets.daemon import ThroughDaemon, daemon_runs
 from eagle3_pipeline.assets.jobs import UPDATE, job_name
 from eagle3_pipeline.assets.partitions import publish_chunks
-from eagle3_pipeline.assets.runs import run_tags, was_interrupted
+from eagle3_pipeline.assets.runs import process_tag, run_tags, was_interrupted
 from eagle3_pipeline.assets.work import Work, next_work, passes
 from eagle3_pipeline.config import PipelineSpec, enabled_pipelines, project_home
 from eagle3_pipeline.errors import Eagle3Error
@@ -94,7 +94,7 @@ class InProcess:
                 instance=self.instance,
                 partition_key=item.chunk or None,
                 asset_selection=[asset_key(spec, stage) for stage in item.stages],
-                tags=run_tags(spec, item),
+                tags=run_tags(spec, item) | process_tag(),
                 raise_on_error=False,
             )
             if not result.success:

@@ -1,5 +1,6 @@
 """Runs of a pipeline on a Dagster instance: their tags, what is in flight, what failed."""
 
+import os
 from collections import Counter
 
 import dagster as dg
@@ -9,10 +10,12 @@ from dagster._core.execution.plan.objects import StepFailureData
 from eagle3_pipeline.assets.common import EDITED, PIPELINE_TAG, SPEC_TAG
 from eagle3_pipeline.assets.work import Work
 from eagle3_pipeline.config import PipelineSpec
+from eagle3_pipeline.workers import process_started
 
 WORK_TAG = "eagle3/work"
 STAGES_TAG = "eagle3/stages"
 RETRAIN_TAG = "eagle3/retrain"
+PROCESS_TAG = "eagle3/process"
 PARTITION_TAG = "dagster/partition"
 UNFINISHED = [
     DagsterRunStatus.QUEUED,
@@ -34,15 +37,27 @@ def run_tags(spec: PipelineSpec, work: Work, retrain: str = "") -> dict[str, str
     return tags | ({RETRAIN_TAG: retrain} if retrain else {})
 
 
+def process_tag() -> dict[str, str]:
+    """The tag of a run that this process executes: Dagster does not notice when it is killed."""
+    return {PROCESS_TAG: f"{os.getpid()} {process_started(os.getpid())}"}
+
+
+def _was_killed(run: DagsterRun) -> bool:
+    """Whether the process that executed the run is gone; one that Dagster executes again has the first one's tags."""
+    pid, _, started = run.tags.get(PROCESS_TAG, "").partition(" ")
+    return bool(pid) and run.parent_run_id is None and str(process_started(int(pid))) != started
+
+
 def in_flight(instance: dg.DagsterInstance, spec: PipelineSpec) -> set[str]:
     """Chunks that a queued or running run of the pipeline works on, whoever launched it; "": an unpartitioned stage."""
     runs = instance.get_runs(RunsFilter(statuses=UNFINISHED))
-    return {run.tags.get(PARTITION_TAG, "") for run in runs if _belongs_to(run, spec)}
+    return {run.tags.get(PARTITION_TAG, "") for run in runs if _belongs_to(run, spec) and not _was_killed(run)}
 
 
 def count_unfinished(instance: dg.DagsterInstance) -> dict[str, int]:
-    """Runs that are queued or running, by status."""
-    return dict(Counter(run.status.value.lower() for run in instance.get_runs(RunsFilter(statuses=UNFINISHED))))
+    """Runs that are queued or running, by status, and those that a killed command left so."""
+    runs = instance.get_runs(RunsFilter(statuses=UNFINISHED))
+    return dict(Counter("ended with a killed command" if _was_killed(r) else r.status.value.lower() for r in runs))
 
 
 def _belongs_to(run: DagsterRun, spec: PipelineSpec) -> bool:

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from dagster._utils.interrupts import capture_interrupts
 
 from eagle3_pipeline.assets import launch
 from eagle3_pipeline.assets.daemon import ThroughDaemon, daemon_runs
+from eagle3_pipeline.assets.runs import count_unfinished, in_flight
 from eagle3_pipeline.assets.work import Work
 from eagle3_pipeline.cli import main
 from eagle3_pipeline.definitions import build_definitions
@@ -25,6 +28,7 @@ from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.store.fingerprint import file_checksum
 from eagle3_pipeline_tests.assets.conftest import Pipeline
 from eagle3_pipeline_tests.assets.test_graph import FIRST, SECOND
+from eagle3_pipeline_tests.store.children import wait_until
 
 # The fake engine's states train nothing.
 WITHOUT_TRAINING = launch.Selection((ids.VERIFIER, *ids.CHUNK_STAGES, ids.VOCAB_MAP))
@@ -236,6 +240,30 @@ def test_the_log_of_an_engine_that_failed_is_shown_once(pipeline: Pipeline, monk
     )
     assert result.output.count("Traceback") == 1
     assert result.output.count("RuntimeError: the fake engine was told not to start") == 1
+
+
+def test_a_run_whose_command_was_killed_is_not_told_as_running(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE3_FAKE_LOAD_S", "100")
+    arguments = [sys.executable, "-m", "eagle3_pipeline.cli", "materialize", "fake", "--chunks", FIRST]
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_until(lambda: pipeline.num_starts() == 1, 60.0)
+            assert command("status").output.endswith("\nruns: 1 started\n")
+            with launch.open_instance() as instance:
+                assert in_flight(instance, pipeline.spec) == {FIRST}
+        finally:
+            process.kill()
+    assert command("status").output.endswith("\nruns: 1 ended with a killed command\n")
+    with launch.open_instance() as instance:
+        assert in_flight(instance, pipeline.spec) == set()
+        # Dagster gives a run that is executed again the tags of the first one, and another process.
+        (killed,) = instance.get_runs()
+        job = build_definitions([pipeline.spec]).resolve_job_def("fake__update")
+        origin = {"parent_run_id": killed.run_id, "root_run_id": killed.run_id}
+        instance.create_run_for_job(job, tags=killed.tags, status=DagsterRunStatus.STARTED, **origin)
+        assert count_unfinished(instance) == {"started": 1, "ended with a killed command": 1}
 
 
 def test_a_pattern_that_matches_no_chunk_is_an_error(pipeline: Pipeline) -> None:
