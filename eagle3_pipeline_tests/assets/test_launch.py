@@ -261,8 +261,13 @@ def test_a_run_whose_command_was_killed_is_not_told_as_running(
         # Dagster gives a run that is executed again the tags of the first one, and another process.
         (killed,) = instance.get_runs()
         job = build_definitions([pipeline.spec]).resolve_job_def("fake__update")
-        origin = {"parent_run_id": killed.run_id, "root_run_id": killed.run_id}
-        instance.create_run_for_job(job, tags=killed.tags, status=DagsterRunStatus.STARTED, **origin)
+        instance.create_run_for_job(
+            job,
+            tags=killed.tags,
+            status=DagsterRunStatus.STARTED,
+            parent_run_id=killed.run_id,
+            root_run_id=killed.run_id,
+        )
         assert count_unfinished(instance) == {"started": 1, "ended with a killed command": 1}
 
 
