@@ -297,7 +297,8 @@ def verify(pipeline: str, deep: bool) -> None:
     context = StageContext(find_pipeline(pipeline))
     sound, problems = verification.verify(context)
     if deep:
-        problems += verification.deep_verify(context)
+        wrong = verification.deep_verify(context)
+        sound, problems = sound - len(wrong), problems + wrong
     for problem in problems:
         click.secho(problem, fg="red")
     click.echo(f"{sound} artifacts are sound, {len(problems)} are not")

@@ -102,8 +102,10 @@ class InProcess:
                 failures.append(f"run {result.run_id} ({item.text}) failed: {reason}")
                 if was_stopped:
                     break
-                # The first one is raised as a whole, and where an engine died, the others have the same log to show.
-                self._log(f"{spec.name}: {failures[-1].splitlines()[0]}")
+                # The first one is raised as a whole; all that an engine's death failed have the same log to show.
+                head, *log = failures[-1].splitlines()
+                told = "\n".join(failures[:-1] or failures).splitlines()
+                self._log("\n".join([f"{spec.name}: {head}", *(line for line in log if line not in told)]))
             if interrupted():
                 raise Eagle3Error(f"{spec.name}: interrupted after {item.text}; run it again, and it continues")
         if failures:

@@ -2,9 +2,10 @@
 
 import os
 from collections import Counter
+from datetime import datetime
 
 import dagster as dg
-from dagster import DagsterRun, DagsterRunStatus, RunsFilter
+from dagster import DagsterRun, DagsterRunStatus, RunRecord, RunsFilter
 from dagster._core.execution.plan.objects import StepFailureData
 
 from eagle3_pipeline.assets.common import EDITED, PIPELINE_TAG, SPEC_TAG
@@ -66,13 +67,29 @@ def _belongs_to(run: DagsterRun, spec: PipelineSpec) -> bool:
 
 
 def failed_attempts(instance: dg.DagsterInstance, spec: PipelineSpec) -> Counter[str]:
-    """Failed runs by the work that they were launched for.
+    """Failed runs by the work that they were launched for, since it last succeeded.
 
     What people cancelled or interrupted did not fail, nor did what was refused because the pipeline file was edited.
     """
     filters = RunsFilter(tags={PIPELINE_TAG: spec.name}, statuses=[DagsterRunStatus.FAILURE])
-    runs = [run for run in instance.get_runs(filters) if WORK_TAG in run.tags]
-    return Counter(run.tags[WORK_TAG] for run in runs if not _is_excused(instance, run.run_id))
+    failed = [record for record in instance.get_run_records(filters) if WORK_TAG in record.dagster_run.tags]
+    since = _last_successes(instance, {_work(record) for record in failed}) if failed else {}
+    return Counter(
+        _work(record)
+        for record in failed
+        if not (_work(record) in since and record.create_timestamp < since[_work(record)])
+        and not _is_excused(instance, record.dagster_run.run_id)
+    )
+
+
+def _last_successes(instance: dg.DagsterInstance, works: set[str]) -> dict[str, datetime]:
+    """When the last run of each work began that succeeded."""
+    filters = RunsFilter(tags={WORK_TAG: sorted(works)}, statuses=[DagsterRunStatus.SUCCESS])
+    return {_work(record): record.create_timestamp for record in instance.get_run_records(filters, ascending=True)}
+
+
+def _work(record: RunRecord) -> str:
+    return record.dagster_run.tags[WORK_TAG]
 
 
 def first_step_failure(instance: dg.DagsterInstance, run_id: str) -> StepFailureData | None:

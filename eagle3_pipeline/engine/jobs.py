@@ -83,7 +83,7 @@ def read_journal(path: Path) -> dict[str, dict[str, Any]]:
     if path.exists():
         data = path.read_bytes()
         for line in data[: data.rfind(b"\n") + 1].splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 row = json.loads(line)
                 if row.pop("checksum") == _checksum(row):
                     answers[row["sequence_id"]] = row

@@ -44,11 +44,12 @@ def semantic_part(spec: PipelineSpec, stage: str, verifier: Verifier | None = No
     Args:
         spec: the pipeline.
         stage: name of the stage.
-        verifier: the layer ids that null means for it are null, even where the file writes them out.
+        verifier: the layer ids that null means for it are null, even where the file writes them out; others ascend.
     """
-    part = _PARTS[stage](spec.semantic_sections)
-    if verifier and "capture" in part and sorted(spec.capture.aux_layer_ids or ()) == verifier.default_aux_layer_ids:
-        part["capture"] = {**part["capture"], "aux_layer_ids": None}
+    part, layers = _PARTS[stage](spec.semantic_sections), sorted(spec.capture.aux_layer_ids or ())
+    if verifier and layers and "capture" in part:
+        written = None if layers == verifier.default_aux_layer_ids else layers
+        part["capture"] = {**part["capture"], "aux_layer_ids": written}
     return part
 
 

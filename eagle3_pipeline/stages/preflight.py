@@ -94,7 +94,8 @@ def _check_breaker(context: StageContext, engine: EngineSpec) -> Check:
     try:
         context.engines.require_startable(engine)
     except EngineError as error:
-        return Check(what, False, str(error), needed)
+        refusal = str(error).splitlines()
+        return Check(what, False, f"{refusal[0].removesuffix(':')}. {refusal[-1]}", needed)
     return Check(what, True, "none that bars the next one", needed)
 
 

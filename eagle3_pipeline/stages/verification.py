@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pyarrow.parquet as pq
 
 from eagle3_pipeline.data.sequences import CONTENT_COLUMNS as SEQUENCE_COLUMNS
-from eagle3_pipeline.errors import CorruptArtifactError, Eagle3Error
+from eagle3_pipeline.errors import CorruptArtifactError, Eagle3Error, StoreError
 from eagle3_pipeline.stages import dataset
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.capture import captured_tokens
@@ -59,17 +59,18 @@ def deep_verify(context: StageContext) -> list[str]:
     """What is wrong with the contents of the chunks' artifacts that the pipeline refers to.
 
     Conversations and sequences must have the content id of their manifest; every sequence must have states of its own
-    tokens, finite and varying. Artifacts that are not there are not told of.
+    tokens, finite and varying. What is not what its manifest says goes to quarantine; artifacts that are not there are
+    not told of.
     """
     problems = []
     for chunk in context.registry.chunks():
         for stage, check in (
-            (ids.DATASET, _dataset),
-            (ids.SYNTHETIC_GENERATIONS, _sequences),
-            (ids.HIDDEN_STATES, _states),
+            (ids.DATASET, _check_dataset),
+            (ids.SYNTHETIC_GENERATIONS, _check_sequences),
+            (ids.HIDDEN_STATES, _check_states),
         ):
             try:
-                problems += [f"{stage}[{chunk.key}]: {problem}" for problem in check(context, chunk.key)]
+                check(context, chunk.key)
             except Eagle3Error as error:
                 problems.append(f"{stage}[{chunk.key}]: {error}")
     return problems
@@ -80,29 +81,30 @@ def _artifact(context: StageContext, stage: str, chunk: str) -> Artifact | None:
     return context.store.get(stage, reference.fingerprint) if reference else None
 
 
-def _content(artifact: Artifact, name: str, columns: tuple[str, ...]) -> Iterator[str]:
-    found = table_content_id(pq.read_table(artifact.path(name)), columns)
-    if found != artifact.manifest.content_id:
-        yield f"{name} holds rows of content id {found}, the manifest says {artifact.manifest.content_id}"
+def _check_content(context: StageContext, artifact: Artifact, name: str, columns: tuple[str, ...]) -> None:
+    found, told = table_content_id(pq.read_table(artifact.path(name)), columns), artifact.manifest.content_id
+    if found != told:
+        context.store.refuse(artifact, f"{name} holds rows of content id {found}, the manifest says {told}")
 
 
-def _dataset(context: StageContext, chunk: str) -> Iterator[str]:
+def _check_dataset(context: StageContext, chunk: str) -> None:
     if artifact := _artifact(context, ids.DATASET, chunk):
-        yield from _content(artifact, dataset.CONVERSATIONS, dataset.CONTENT_COLUMNS)
+        _check_content(context, artifact, dataset.CONVERSATIONS, dataset.CONTENT_COLUMNS)
 
 
-def _sequences(context: StageContext, chunk: str) -> Iterator[str]:
+def _check_sequences(context: StageContext, chunk: str) -> None:
     if artifact := _artifact(context, ids.SYNTHETIC_GENERATIONS, chunk):
-        yield from _content(artifact, SEQUENCES, SEQUENCE_COLUMNS)
+        _check_content(context, artifact, SEQUENCES, SEQUENCE_COLUMNS)
 
 
-def _states(context: StageContext, chunk: str) -> Iterator[str]:
+def _check_states(context: StageContext, chunk: str) -> None:
     states, sequences = (_artifact(context, s, chunk) for s in (ids.HIDDEN_STATES, ids.SYNTHETIC_GENERATIONS))
     if states is None or sequences is None:
         return
     if states.manifest.inputs["input_ids"] != sequences.manifest.content_ids["input_ids"]:
-        yield "the states are of other sequences than the pipeline's current ones; materialise hidden_states"
-        return
+        raise StoreError(
+            "the states are of other sequences than the pipeline's current ones; materialise hidden_states"
+        )
     rows = pq.read_table(sequences.path(SEQUENCES), columns=["sequence_id", "input_ids"]).to_pylist()
     geometry = context.verifier.geometry(context.spec.capture)
     variance = context.spec.capture.min_layer_variance

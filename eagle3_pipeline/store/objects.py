@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from eagle3_pipeline.errors import CorruptArtifactError, StoreError
 from eagle3_pipeline.store import atomic
@@ -131,7 +132,7 @@ class Store:
             size = path.stat().st_size if path.exists() else None
             if size != entry.size_bytes:
                 found = "is missing" if size is None else f"has {size:,} bytes"
-                self._refuse(artifact, f"{name} {found}, the manifest says {entry.size_bytes:,}")
+                self.refuse(artifact, f"{name} {found}, the manifest says {entry.size_bytes:,}")
         return artifact
 
     def require(self, stage: str, fingerprint: str) -> Artifact:
@@ -151,9 +152,9 @@ class Store:
         checksums = in_threads(lambda name: _checksum(artifact.folder / name, files[name].xxh3), files)
         for name, found in zip(files, checksums, strict=True):
             if isinstance(found, Exception):
-                self._refuse(artifact, f"{name} cannot be read: {found!r}")
+                self.refuse(artifact, f"{name} cannot be read: {found!r}")
             if found != files[name].xxh3:
-                self._refuse(artifact, f"{name} has checksum {found}, the manifest says {files[name].xxh3}")
+                self.refuse(artifact, f"{name} has checksum {found}, the manifest says {files[name].xxh3}")
 
     @contextlib.contextmanager
     def write(
@@ -187,7 +188,8 @@ class Store:
                 found[was.parent.name, was.name] = told["reason"]
         return found
 
-    def _refuse(self, artifact: Artifact, problem: str) -> None:
+    def refuse(self, artifact: Artifact, problem: str) -> NoReturn:
+        """Moves a damaged artifact to quarantine and raises `CorruptArtifactError`."""
         target = self.quarantine(artifact.folder, problem)
         manifest = artifact.manifest
         raise CorruptArtifactError(

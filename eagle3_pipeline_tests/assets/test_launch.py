@@ -22,7 +22,7 @@ from eagle3_pipeline.assets.runs import count_unfinished, in_flight
 from eagle3_pipeline.assets.work import Work
 from eagle3_pipeline.cli import main
 from eagle3_pipeline.definitions import build_definitions
-from eagle3_pipeline.errors import Eagle3Error, StaleInputError
+from eagle3_pipeline.errors import Eagle3Error, EngineError, StaleInputError
 from eagle3_pipeline.planning import plan
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.store.fingerprint import file_checksum
@@ -154,7 +154,10 @@ def test_deep_verification_reads_contents(pipeline: Pipeline) -> None:
     result = command("verify", "fake", "--deep")
     assert result.exit_code == 1
     assert f"hidden_states[{FIRST}]: chunk {FIRST}: the index holds 4 sequences" in result.output
-    assert f"synthetic_generations[{SECOND}]: sequences.parquet holds rows of content id " in result.output
+    assert "sequences.parquet holds rows of content id " in result.output
+    # Of verifier and three stages of two chunks; states of either chunk are those of the other.
+    assert f"{7 - 2} artifacts are sound, 2 are not" in result.output
+    assert pipeline.context.store.get(ids.SYNTHETIC_GENERATIONS, made.manifest.fingerprint) is None, "in quarantine"
 
 
 def exchange(one: Path, other: Path) -> None:
@@ -240,6 +243,21 @@ def test_the_log_of_an_engine_that_failed_is_shown_once(pipeline: Pipeline, monk
     )
     assert result.output.count("Traceback") == 1
     assert result.output.count("RuntimeError: the fake engine was told not to start") == 1
+
+
+def test_of_several_failures_each_line_of_a_log_is_shown_once(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(_context: object, chunk: str) -> None:
+        raise EngineError(f"the engine died; the end of its log:\n  | loading\n  | the cause in {chunk}")
+
+    monkeypatch.setattr("eagle3_pipeline.assets.dataset.materialise_dataset", die)
+    output = command("materialize", "fake", "--chunks", "0*").output
+    assert [output.count(f"  | {line}\n") for line in ("loading", "the cause in 000000", "the cause in 000001")] == [
+        1,
+        1,
+        1,
+    ]
 
 
 def test_a_run_whose_command_was_killed_is_not_told_as_running(

@@ -272,6 +272,12 @@ def test_what_was_interrupted_or_refused_for_an_edit_is_no_failure_of_the_work(
         patched.setattr("eagle3_pipeline.assets.dataset.materialise_dataset", lambda *_: 1 / 0)
         assert not run()
     assert sum(failed_attempts(pipeline.instance, pipeline.spec).values()) == 1
+    assert run()
+    assert not failed_attempts(pipeline.instance, pipeline.spec), "it succeeded since"
+    with monkeypatch.context() as patched:
+        patched.setattr("eagle3_pipeline.assets.dataset.materialise_dataset", lambda *_: 1 / 0)
+        assert not run()
+    assert sum(failed_attempts(pipeline.instance, pipeline.spec).values()) == 1
 
 
 def test_a_copied_file_is_no_chunk_to_wait_for(daemon: Daemon, pipeline: Pipeline) -> None:

@@ -13,7 +13,7 @@ from eagle3_pipeline.engine.state import EngineState
 from eagle3_pipeline_tests.engine.conftest import JobMaker, engine_spec, journal_rows
 
 JUNK = ["", "garbage{", "[]", "{}", "null", '"x"', '{"pid": "abc"}', '{"pid": -1}', '{"count": "9", "last": 5}', "\x00"]
-LINES = ["garbage", "[]", "{}", "null", '{"sequence_id": "s0"}', '{"sequence_id": "s0", "token_ids": 5}']
+LINES = ["garbage", "[]", "{}", "null", '{"sequence_id": "s0"}', '{"sequence_id": "s0", "token_ids": 5}', "[" * 50_000]
 
 
 @pytest.fixture(autouse=True)

@@ -98,7 +98,11 @@ def test_layer_ids_that_are_written_out_are_what_null_means(
 
 
 def test_artifacts_of_null_and_of_other_layers_keep_their_fingerprints(make_context: ContextMaker) -> None:
-    for capture, raw in (({}, None), ({"aux_layer_ids": [3, 1, 2]}, [3, 1, 2])):
+    for capture, raw in (
+        ({}, None),
+        ({"aux_layer_ids": [3, 1, 2]}, [1, 2, 3]),
+        ({"aux_layer_ids": [1, 2, 3]}, [1, 2, 3]),
+    ):
         context = make_context(capture=capture)
         layers = [*sorted(raw or [2, 6, 9]), 12]
         found = ids.hidden_states_identity(context.spec, context.verifier, "tokens").fingerprint

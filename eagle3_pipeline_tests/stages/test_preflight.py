@@ -67,12 +67,14 @@ def test_an_engine_that_is_not_started_again_is_told(context: StageContext) -> N
     """In the words with which a run is refused, until it is reset; settings that ask for another engine pass."""
     folder = context.engines.folder / context.timed_engine_spec().engine_id
     folder.mkdir(parents=True)
-    record_failure(folder, "out of memory", deterministic=True, host="1-1")
+    record_failure(folder, "out of memory; the log's end:\n  | Traceback", deterministic=True, host="1-1")
     with pytest.raises(EngineError) as refused:
         context.engines.require_startable(context.timed_engine_spec())
+    first, *_, last = str(refused.value).splitlines()
     (failed,) = [check.line() for check in preflight(context) if not check.passed]
-    assert failed.startswith("FAIL  earlier starts of tiny auto (timed): found ") and str(refused.value) in failed
+    assert failed.startswith(f"FAIL  earlier starts of tiny auto (timed): found {first[:-1]}. {last}, needed ")
     assert "it failed before: out of memory" in failed and "run eagle3 engine reset" in failed
+    assert "Traceback" not in failed, "that is for the run that is refused"
     resources = context.spec.resources.model_copy(update={"max_num_seqs": 3})
     changed = StageContext(context.spec.model_copy(update={"resources": resources}), home=context.home)
     assert [check.line() for check in preflight(changed) if not check.passed] == []
