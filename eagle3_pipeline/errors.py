@@ -1,5 +1,7 @@
 """The exception tree: every message says what failed, where, what was expected and found, and what to do."""
 
+from pathlib import Path
+
 
 class Eagle3Error(Exception):
     """Base of all errors a user can meet; its text is complete without a traceback."""
@@ -47,6 +49,18 @@ class EngineSilentError(EngineError):
 
 class EngineStoppedError(EngineError):
     """Somebody stopped the engine while it worked or loaded."""
+
+
+class EngineRefusedError(EngineError):
+    """An engine that failed before is not started again until it is reset.
+
+    Attributes:
+        folder: the engine's.
+    """
+
+    def __init__(self, message: str, folder: Path) -> None:
+        super().__init__(message)
+        self.folder = folder
 
 
 class PreflightError(EngineError):

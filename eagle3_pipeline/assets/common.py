@@ -8,7 +8,7 @@ import dagster as dg
 
 from eagle3_pipeline.assets.resources import GpuPool, PipelineHome
 from eagle3_pipeline.config import PipelineSpec
-from eagle3_pipeline.errors import Eagle3Error
+from eagle3_pipeline.errors import Eagle3Error, EngineRefusedError
 from eagle3_pipeline.stages.context import StageContext, StageResult
 from eagle3_pipeline.stages.identity import code_version
 from eagle3_pipeline.store.manifest import Manifest
@@ -20,6 +20,8 @@ PIPELINE_TAG = "eagle3/pipeline"
 SPEC_TAG = "eagle3/spec_hash"
 # Metadata `error` of a step that was refused because the pipeline file was edited.
 EDITED = "EditedPipeline"
+# Metadata of a step that was refused because an engine failed before: the engine's folder.
+REFUSED_BY = "engine"
 
 
 def asset_key(spec: PipelineSpec, stage: str) -> dg.AssetKey:
@@ -48,7 +50,10 @@ def stage_context(
         num_gpus = gpu_pool.num_gpus if gpu_pool else None
         yield StageContext(spec, log=context.log.info, home=home.path(), num_gpus=num_gpus)
     except Eagle3Error as error:
-        raise dg.Failure(description=str(error), metadata={"error": type(error).__name__}) from error
+        metadata = {"error": type(error).__name__}
+        if isinstance(error, EngineRefusedError):
+            metadata[REFUSED_BY] = str(error.folder)
+        raise dg.Failure(description=str(error), metadata=metadata) from error
 
 
 def _require_unedited(context: dg.AssetExecutionContext, spec: PipelineSpec) -> None:

@@ -3,14 +3,16 @@
 import os
 from collections import Counter
 from datetime import datetime
+from pathlib import Path
 
 import dagster as dg
 from dagster import DagsterRun, DagsterRunStatus, RunRecord, RunsFilter
 from dagster._core.execution.plan.objects import StepFailureData
 
-from eagle3_pipeline.assets.common import EDITED, PIPELINE_TAG, SPEC_TAG
+from eagle3_pipeline.assets.common import EDITED, PIPELINE_TAG, REFUSED_BY, SPEC_TAG
 from eagle3_pipeline.assets.work import Work
 from eagle3_pipeline.config import PipelineSpec
+from eagle3_pipeline.engine.breaker import read_failures
 from eagle3_pipeline.workers import process_started
 
 WORK_TAG = "eagle3/work"
@@ -69,7 +71,8 @@ def _belongs_to(run: DagsterRun, spec: PipelineSpec) -> bool:
 def failed_attempts(instance: dg.DagsterInstance, spec: PipelineSpec) -> Counter[str]:
     """Failed runs by the work that they were launched for, since it last succeeded.
 
-    What people cancelled or interrupted did not fail, nor did what was refused because the pipeline file was edited.
+    What people cancelled or interrupted did not fail, nor did what was refused because the pipeline file was edited, or
+    by an engine that was reset since.
     """
     filters = RunsFilter(tags={PIPELINE_TAG: spec.name}, statuses=[DagsterRunStatus.FAILURE])
     failed = [record for record in instance.get_run_records(filters) if WORK_TAG in record.dagster_run.tags]
@@ -118,6 +121,8 @@ def _is_excused(instance: dg.DagsterInstance, run_id: str) -> bool:
     if was_interrupted(data):
         return True
     metadata = data.user_failure_data.metadata if data.user_failure_data else {}
+    if REFUSED_BY in metadata:
+        return not read_failures(Path(str(metadata[REFUSED_BY].value))).tripped
     return "error" in metadata and metadata["error"].value == EDITED
 
 

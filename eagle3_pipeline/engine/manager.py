@@ -19,7 +19,7 @@ from eagle3_pipeline.engine.client import EngineClient, living_client
 from eagle3_pipeline.engine.lease import GpuPool, Lease, end_session
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.engine.state import EngineState, read_starts
-from eagle3_pipeline.errors import EngineError, EngineStoppedError, WriterBusyError
+from eagle3_pipeline.errors import EngineError, EngineRefusedError, EngineStoppedError, WriterBusyError
 from eagle3_pipeline.store import atomic
 from eagle3_pipeline.workers import child_environment, log_end, log_tail
 
@@ -204,18 +204,20 @@ class EngineManager:
         return sum(name.isdigit() and psutil.pid_exists(int(name)) for name in names)
 
     def _require_untripped(self, spec: EngineSpec) -> None:
-        failures = read_failures(self.folder / spec.engine_id)
+        folder = self.folder / spec.engine_id
+        failures = read_failures(folder)
         if failures.tripped:
-            raise EngineError(
+            raise EngineRefusedError(
                 f"the engine {spec.describe()} is not started again, it failed before: {failures.last}\nChange the "
-                "execution settings, or run eagle3 engine reset once the cause is gone"
+                "execution settings, or run eagle3 engine reset once the cause is gone",
+                folder,
             )
 
     def require_startable(self, spec: EngineSpec) -> None:
         """Refuses work for an engine that does not run and would not be started: cheap, before anything is read.
 
         Raises:
-            EngineError: it failed before; the message holds its log's tail.
+            EngineRefusedError: it failed before; the message holds its log's tail.
         """
         if not self.is_running(spec):
             self._require_untripped(spec)
