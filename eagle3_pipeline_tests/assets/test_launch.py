@@ -231,10 +231,9 @@ def test_an_engine_that_failed_refuses_the_next_chunk_before_anything_is_read(
     with pytest.raises(Eagle3Error, match=r"is not started again, it failed before: [\s\S]*was told not to start"):
         materialise(pipeline, launch.Selection(ids.CHUNK_STAGES, SECOND))
     assert pipeline.num_starts() == 1
-    with launch.open_instance() as instance:
-        assert sorted(failed_attempts(instance, pipeline.spec).values()) == [1, 1]
-        assert command("engine", "reset").exit_code == 0
-        assert list(failed_attempts(instance, pipeline.spec).values()) == [1], "the second chunk had no try"
+    assert sorted(failed_attempts(pipeline.instance, pipeline.spec).values()) == [1, 1]
+    assert command("engine", "reset").exit_code == 0
+    assert list(failed_attempts(pipeline.instance, pipeline.spec).values()) == [1], "the second chunk had no try"
 
 
 def test_the_log_of_an_engine_that_failed_is_shown_once(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
