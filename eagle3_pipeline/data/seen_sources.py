@@ -124,7 +124,7 @@ def read_otherwise(path: Path, spec: DatasetSpec) -> bool:
 
 
 def _reader_id(spec: DatasetSpec) -> str:
-    return digest(spec.model_dump(mode="json", exclude={"min_yield", "decontaminate"}))
+    return digest(spec.described(exclude={"min_yield", "decontaminate"}))
 
 
 def _stamps(spec: DatasetSpec) -> dict[str, str]:
