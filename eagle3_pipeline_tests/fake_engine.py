@@ -36,6 +36,7 @@ from eagle3_pipeline.engine.backend import Answer, CaptureTarget
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import EngineError
 from eagle3_pipeline.store.appender import ShardAppender
+from eagle3_pipeline.store.fingerprint import ids_checksum
 from eagle3_pipeline.store.shards import RECORDS_NAME, ShardRecord
 
 FAKE_BACKEND = "eagle3_pipeline_tests.fake_engine:FakeBackend"
@@ -262,7 +263,7 @@ class FakeBackend:
         ):
             rows = []
         bits = state_bits(rows, self._spec.layer_ids, self._spec.hidden_size)
-        self._appender(capture.folder).append(capture.sequence_id, bits.data)
+        self._appender(capture.folder).append(capture.sequence_id, bits.data, ids_checksum(rows))
 
     def _appender(self, folder: Path) -> ShardAppender:
         assert self._spec is not None

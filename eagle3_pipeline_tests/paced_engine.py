@@ -19,6 +19,7 @@ from eagle3_pipeline.engine.backend import Answer, CaptureTarget
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import EngineError
 from eagle3_pipeline.store.appender import ShardAppender
+from eagle3_pipeline.store.fingerprint import ids_checksum
 from eagle3_pipeline_tests.fake_engine import answer_tokens
 from eagle3_pipeline_tests.page_memory import in_pages
 
@@ -77,33 +78,33 @@ class PacedBackend:
             if not self._queue:
                 self._arrived.clear()
             await asyncio.sleep(num_tokens / self._tokens_per_s)
-            captured: dict[Path, list[tuple[str, int]]] = {}
+            captured: dict[Path, list[tuple[str, int, str]]] = {}
             for _, _, ids, capture, done in step:
                 if capture:
-                    captured.setdefault(capture.folder, []).append((capture.sequence_id, len(ids)))
+                    captured.setdefault(capture.folder, []).append((capture.sequence_id, len(ids), ids_checksum(ids)))
                 if not done.done():
                     done.set_result(None)
             for folder, members in captured.items():
                 self._write_all(folder, members)
 
-    def _write_all(self, folder: Path, members: list[tuple[str, int]]) -> None:
-        group: list[tuple[str, int]] = []
+    def _write_all(self, folder: Path, members: list[tuple[str, int, str]]) -> None:
+        group: list[tuple[str, int, str]] = []
         for member in members:
-            if group and (sum(n for _, n in group) + member[1]) * self._geometry.row_bytes > _GROUP_BYTES:
+            if group and (sum(n for _, n, _ in group) + member[1]) * self._geometry.row_bytes > _GROUP_BYTES:
                 self._writers.submit(self._write, folder, group)
                 group = []
             group.append(member)
         self._writers.submit(self._write, folder, group)
 
-    def _write(self, folder: Path, members: list[tuple[str, int]]) -> None:
+    def _write(self, folder: Path, members: list[tuple[str, int, str]]) -> None:
         with self._lock:
             appender = self._appenders.get(folder)
             if appender is None or not appender.is_current():
                 if appender:
                     appender.close()
                 appender = self._appenders[folder] = ShardAppender(folder, self._geometry, self._max_shard_bytes)
-        names, lengths = zip(*members, strict=True)
-        appender.append_all(names, lengths, self._states[: sum(lengths) * self._geometry.row_bytes])
+        names, lengths, checksums = zip(*members, strict=True)
+        appender.append_all(names, lengths, self._states[: sum(lengths) * self._geometry.row_bytes], checksums)
 
     def failed(self) -> bool:
         """Never."""

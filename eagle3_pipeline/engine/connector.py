@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 
 from eagle3_pipeline.store.appender import ShardAppender
+from eagle3_pipeline.store.fingerprint import ids_checksum
 from eagle3_pipeline.store.shards import Geometry
 
 # Bytes of captured states that wait for the disk in pinned memory, of which a small machine has less to spare.
@@ -37,13 +38,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Ended:
-    """A request whose states are to be copied: where they go to, how many rows there are, the blocks that have them."""
+    """A request whose states are to be copied: where they go to, how many rows there are, the blocks that have them.
+
+    `ids` is the checksum of its tokens.
+    """
 
     req_id: str
     folder: str
     sequence_id: str
     num_rows: int
     block_ids: list[int]
+    ids: str
 
 
 class _CopyDone:
@@ -107,7 +112,8 @@ class ShardConnector(ExampleHiddenStatesConnector):
         # Of the last sampled token nothing was computed. An aborted request has places for a part of its tokens.
         num_tokens = request.num_tokens - 1 if include_output else request.num_prompt_tokens
         num_rows = min(num_tokens, len(block_ids) * self._block_size)
-        ended = _Ended(request.request_id, folder, sequence_id, num_rows, list(block_ids))
+        ids = ids_checksum(request.all_token_ids[:num_rows])
+        ended = _Ended(request.request_id, folder, sequence_id, num_rows, list(block_ids), ids)
         self._pending_saves[request.request_id] = ended
         return True, None
 
@@ -186,7 +192,7 @@ class ShardConnector(ExampleHiddenStatesConnector):
                 names = [one.sequence_id for one in own]
                 counts = [one.num_rows for one in own]
                 data = memoryview(rows[begins[0] : begins[-1] + counts[-1]])
-                self._appender(Path(folder)).append_all(names, counts, data)
+                self._appender(Path(folder)).append_all(names, counts, data, [one.ids for one in own])
         finally:
             with self._freed:
                 self._bytes_in_flight -= len(states) * self._geometry.row_bytes

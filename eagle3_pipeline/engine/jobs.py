@@ -17,6 +17,7 @@ from eagle3_pipeline.engine.backend import Backend, CaptureTarget
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import CaptureError, DiskSpaceError, Eagle3Error, EngineError, StoreError
 from eagle3_pipeline.store.atomic import storage_error
+from eagle3_pipeline.store.fingerprint import ids_checksum
 from eagle3_pipeline.store.records import RecordReader, intact_records
 from eagle3_pipeline.store.shards import ShardRecord
 
@@ -78,7 +79,10 @@ class _State:
 
 
 def read_journal(path: Path) -> dict[str, dict[str, Any]]:
-    """Finished answers by sequence id; the last of a sequence counts, torn and damaged lines do not."""
+    """Finished answers by sequence id; the last of a sequence counts, torn and damaged lines do not.
+
+    `prompt` is the checksum of the ids that were asked.
+    """
     answers: dict[str, dict[str, Any]] = {}
     if path.exists():
         data = path.read_bytes()
@@ -178,16 +182,22 @@ class _Runner:
             self._reader.read()
 
     def is_done(self, prompt: dict[str, Any]) -> bool:
-        """Whether an earlier life of this job finished the prompt, its captured rows included."""
-        answer = self._answers.get(prompt["sequence_id"])
-        if answer is None or not self._folder:
-            return answer is not None
-        record = self._records.get(prompt["sequence_id"])
-        return record is not None and record.num_tokens == self._expected_rows(prompt, answer["token_ids"])
+        """Whether an earlier life of this job finished this very prompt, its captured rows included.
 
-    def _expected_rows(self, prompt: dict[str, Any], token_ids: list[int]) -> int:
-        sampled = len(token_ids) - 1 if self._job.include_output else 0
-        return len(prompt["input_ids"]) + sampled
+        A sequence id says from where a prompt comes, not what it is: a template that reads the clock, or another
+        release of the tokenizer, makes another one of the same conversation.
+        """
+        answer = self._answers.get(prompt["sequence_id"])
+        if answer is None or answer.get("prompt") != ids_checksum(prompt["input_ids"]):
+            return False
+        if not self._folder:
+            return True
+        record = self._records.get(prompt["sequence_id"])
+        return record is not None and record.ids == ids_checksum(self._captured_ids(prompt, answer["token_ids"]))
+
+    def _captured_ids(self, prompt: dict[str, Any], token_ids: list[int]) -> list[int]:
+        """The tokens whose states are captured."""
+        return [*prompt["input_ids"], *token_ids[:-1]] if self._job.include_output else prompt["input_ids"]
 
     async def run(self, prompts: list[dict[str, Any]], state: _State) -> None:
         for prompt in prompts:
@@ -213,10 +223,9 @@ class _Runner:
             name, job = f"{self._job_id}-{identity}", self._job
             answer = await self._backend.generate(name, ids, job.sampling, target, job.urgent)
             if target:
-                await self._captured(
-                    name, target, (ids + answer.token_ids)[: self._expected_rows(prompt, answer.token_ids)]
-                )
-            row = {"sequence_id": identity, **{k: v for k, v in vars(answer).items() if v is not None}}
+                await self._captured(name, target, self._captured_ids(prompt, answer.token_ids))
+            found = {k: v for k, v in vars(answer).items() if v is not None}
+            row = {"sequence_id": identity, "prompt": ids_checksum(ids), **found}
             self._note(row)
             state.done += 1
             state.prompt_tokens += len(ids)
@@ -253,6 +262,10 @@ class _Runner:
             raise CaptureError(
                 f"sequence {target.sequence_id}: {record.num_tokens} rows of hidden states were captured, "
                 f"expected {len(ids)}"
+            )
+        if record.ids != ids_checksum(ids):
+            raise CaptureError(
+                f"sequence {target.sequence_id}: hidden states of other tokens than its own were captured"
             )
 
     async def _written(self, identity: str, expected_rows: int) -> ShardRecord:

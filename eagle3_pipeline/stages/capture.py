@@ -13,6 +13,7 @@ from eagle3_pipeline.stages.context import Identity, StageContext
 from eagle3_pipeline.stages.fidelity import check_states
 from eagle3_pipeline.stages.next_token import check_greedy, check_sampled, spread_rows
 from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
+from eagle3_pipeline.store.fingerprint import ids_checksum
 from eagle3_pipeline.store.records import intact_records, written_records
 from eagle3_pipeline.store.shards import (
     LAYER_CONVENTION,
@@ -36,13 +37,13 @@ def captured_tokens(rows: list[dict]) -> Tokens:
 def complete_records(
     context: StageContext, folder: Path, tokens: Tokens, just_now: bool
 ) -> dict[str, ShardRecord] | None:
-    """The records of all sequences, if every one is there, intact and as long as it should be.
+    """The records of all sequences, if every one is there, intact and of the sequence's own tokens.
 
     What was written `just_now`, by a pass that began with a look at what was there, is not read once more.
     """
     recorded = written_records if just_now else intact_records
     records = recorded(folder, context.verifier.geometry(context.spec.capture))
-    complete = all(i in records and records[i].num_tokens == len(ids) for i, ids in tokens.items())
+    complete = all(i in records and records[i].ids == ids_checksum(ids) for i, ids in tokens.items())
     return records if complete else None
 
 
@@ -79,6 +80,12 @@ def seal_capture(
     if missing:
         raise CaptureError(
             f"{where}: {len(missing)} of {len(tokens)} sequences have no intact states, first: {missing[0]}"
+        )
+    others = [i for i, ids in tokens.items() if records[i].ids != ids_checksum(ids)]
+    if others:
+        raise CaptureError(
+            f"{where}: the states of {len(others)} of {len(tokens)} sequences are those of other tokens, first: "
+            f"{others[0]}"
         )
     geometry = context.verifier.geometry(context.spec.capture)
     metadata = {

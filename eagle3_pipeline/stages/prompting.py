@@ -9,10 +9,11 @@ import pyarrow.parquet as pq
 
 from eagle3_pipeline.engine.jobs import GenerateJob, read_journal
 from eagle3_pipeline.engine.spec import EngineSpec
-from eagle3_pipeline.errors import EngineDiedError
+from eagle3_pipeline.errors import EngineDiedError, EngineError
 from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.stages.engines import open_engine
 from eagle3_pipeline.stages.progress import ProgressLog
+from eagle3_pipeline.store.fingerprint import ids_checksum
 
 JOURNAL = "journal.jsonl"
 _PROMPTS = "prompts.parquet"
@@ -84,4 +85,16 @@ def run_prompts(
         "num_engine_starts": float(client.started),
         "engine_wait_s": client.waited_s,
     }
-    return read_journal(journal), speed
+    answers = read_journal(journal)
+    others = [row["sequence_id"] for row in batch.rows if not _answers(answers.get(row["sequence_id"]), row)]
+    if others:
+        raise EngineError(
+            f"{batch.what}: {len(others)} of {len(batch.rows)} prompts have no answer of their own in {journal}, "
+            f"first: {others[0]}"
+        )
+    return answers, speed
+
+
+def _answers(answer: dict[str, Any] | None, row: dict[str, Any]) -> bool:
+    """Whether this is the answer to this very prompt, not to another one of the same name."""
+    return answer is not None and answer.get("prompt") == ids_checksum(row["input_ids"])

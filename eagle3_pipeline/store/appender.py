@@ -82,12 +82,14 @@ class ShardAppender:
         # A process that died within a record left a torn line; the next record must not continue it.
         self._line_break = b"\n" if _ends_torn(folder / RECORDS_NAME) else b""
 
-    def append(self, sequence_id: str, data: memoryview) -> ShardRecord:
+    def append(self, sequence_id: str, data: memoryview, ids: str = "") -> ShardRecord:
         """Writes one sequence; see `append_all`."""
         num_tokens = data.nbytes // self._row_bytes
-        return self.append_all([sequence_id], [num_tokens], data)[0]
+        return self.append_all([sequence_id], [num_tokens], data, [ids])[0]
 
-    def append_all(self, sequence_ids: Sequence[str], lengths: Sequence[int], data: memoryview) -> list[ShardRecord]:
+    def append_all(
+        self, sequence_ids: Sequence[str], lengths: Sequence[int], data: memoryview, ids: Sequence[str] = ()
+    ) -> list[ShardRecord]:
         """Writes sequences and a record of each; an I/O error becomes their records, not an exception.
 
         Args:
@@ -95,20 +97,21 @@ class ShardAppender:
             lengths: rows n of each.
             data: their rows one after the other, C-contiguous bytes of [sum of n, A+1, H] bf16. Page-aligned memory is
                 written past the page cache, from the next whole block of the shard on; rows before it have no owner.
+            ids: `ids_checksum` of each sequence's tokens.
         """
         # An empty view cannot be cast.
         data = data.cast("B") if data.nbytes else memoryview(b"")
-        records, start = list[ShardRecord](), 0
+        records, start, ids = list[ShardRecord](), 0, ids or [""] * len(lengths)
         with self._allocate(lengths, _is_aligned(data)) as runs:
             for run in runs:
-                names = sequence_ids[len(records) : len(records) + len(run.lengths)]
+                own = slice(len(records), len(records) + len(run.lengths))
                 end = start + sum(run.lengths) * self._row_bytes
-                records += self._write_run(run, names, data[start:end])
+                records += self._write_run(run, sequence_ids[own], ids[own], data[start:end])
                 start = end
         self._record(records)
         return records
 
-    def _write_run(self, run: _Run, names: Sequence[str], data: memoryview) -> list[ShardRecord]:
+    def _write_run(self, run: _Run, names: Sequence[str], ids: Sequence[str], data: memoryview) -> list[ShardRecord]:
         try:
             if run.error:
                 raise run.error
@@ -120,9 +123,9 @@ class ShardAppender:
         states = np.ndarray(shape, dtype="<u2", buffer=data)
         records, row = [], 0
         seen = look_at(states, run.lengths, self._geometry.layer_ids)
-        for name, n, (fault, moments) in zip(names, run.lengths, seen, strict=True):
+        for name, own, n, (fault, moments) in zip(names, ids, run.lengths, seen, strict=True):
             checksum = xxhash.xxh3_64_hexdigest(states[row : row + n].data)
-            records.append(ShardRecord(name, run.shard, run.row_start + row, n, checksum, "", fault, moments))
+            records.append(ShardRecord(name, run.shard, run.row_start + row, n, checksum, "", fault, moments, own))
             row += n
         return records
 

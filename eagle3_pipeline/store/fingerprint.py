@@ -57,6 +57,11 @@ def token_lists_id(sequences: Iterable[Sequence[int]]) -> str:
     return hasher.hexdigest()[:32]
 
 
+def ids_checksum(ids: Sequence[int] | np.ndarray) -> str:
+    """xxh3-64 of token ids (int32, little endian), as hex: tells apart what was asked, where a name does not."""
+    return xxhash.xxh3_64_hexdigest(np.asarray(ids, dtype="<i4").tobytes())
+
+
 def file_checksum(path: Any) -> str:
     """xxh3-128 of a file's bytes, as hex."""
     hasher = xxhash.xxh3_128()

@@ -59,7 +59,7 @@ def read_records(folder: Path) -> list[ShardRecord]:
 def _parse_record(line: bytes) -> ShardRecord | None:
     try:
         record = ShardRecord(**json.loads(line))
-        texts = [record.sequence_id, record.checksum, record.error, record.fault]
+        texts = [record.sequence_id, record.checksum, record.error, record.fault, record.ids]
         numbers = [record.shard, record.row_start, record.num_tokens]
         sound = all(type(text) is str for text in texts) and all(type(n) is int and -1 <= n < 2**40 for n in numbers)
         return record if sound and (record.error or min(numbers) >= 0) else None

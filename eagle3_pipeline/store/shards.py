@@ -67,6 +67,7 @@ class ShardRecord:
         checksum: xxh3-64 of its rows.
         error: why it is in no shard.
         fault, moments: what its values tell (`values.look_at`).
+        ids: `ids_checksum` of the tokens whose states these are; empty: an earlier release wrote it.
     """
 
     sequence_id: str
@@ -77,6 +78,7 @@ class ShardRecord:
     error: str = ""
     fault: str = ""
     moments: list[list[float]] = field(default_factory=list)
+    ids: str = ""
 
 
 def shard_name(number: int) -> str:

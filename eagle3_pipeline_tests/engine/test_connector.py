@@ -23,6 +23,7 @@ from eagle3_pipeline.engine.connector import ShardConnector, _Ended
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.engine.vllm_backend import engine_arguments, set_environment
 from eagle3_pipeline.store.appender import ShardAppender
+from eagle3_pipeline.store.fingerprint import ids_checksum
 from eagle3_pipeline.store.records import intact_records, read_records
 from eagle3_pipeline.store.shards import BLOCK_BYTES, HEADER_BYTES, Geometry, ShardRecord
 
@@ -46,7 +47,7 @@ def _connector(rank: int, pending: list[_Ended]) -> ShardConnector:
 
 
 def _save(path: Path, num_rows: int, blocks: list[int]) -> _Ended:
-    return _Ended(path.name, str(path.parent), path.name, num_rows, blocks)
+    return _Ended(path.name, str(path.parent), path.name, num_rows, blocks, ids_checksum(range(num_rows)))
 
 
 def _end(
@@ -59,6 +60,7 @@ def _end(
         request_id="r",
         num_prompt_tokens=num_prompt,
         num_tokens=num_prompt + num_sampled,
+        all_token_ids=list(range(num_prompt + num_sampled)),
         kv_transfer_params=parameters or None,
     )
     return made.request_finished_all_groups(request, (blocks,))
@@ -83,6 +85,7 @@ def test_requests_of_one_step_are_written_together_each_in_its_folder(
         data = (path.parent / "shard-00000.safetensors").read_bytes()
         start = HEADER_BYTES + record.row_start * GEOMETRY.row_bytes
         assert data[start : start + expected.nbytes] == expected.view(torch.int16).numpy().tobytes(), path.name
+        assert record.ids == ids_checksum(range(num_tokens))
 
 
 def test_what_goes_to_a_folder_is_written_at_once_and_begins_at_a_block_of_the_disk(
@@ -92,11 +95,11 @@ def test_what_goes_to_a_folder_is_written_at_once_and_begins_at_a_block_of_the_d
 
     class Appender(ShardAppender):
         def append_all(
-            self, sequence_ids: Sequence[str], lengths: Sequence[int], data: memoryview
+            self, sequence_ids: Sequence[str], lengths: Sequence[int], data: memoryview, ids: Sequence[str] = ()
         ) -> list[ShardRecord]:
             address = np.frombuffer(data.cast("B"), dtype=np.uint8).ctypes.data
             written.append((self._folder.name, list(sequence_ids), address))
-            return super().append_all(sequence_ids, lengths, data)
+            return super().append_all(sequence_ids, lengths, data, ids)
 
     monkeypatch.setattr(connector, "ShardAppender", Appender)
     names = ["two/a", "one/b", "three/c", "one/d", "two/e", "three/f"]
@@ -186,7 +189,7 @@ def test_copies_wait_for_the_steps_before_and_not_for_the_current_one(
 def test_of_the_last_sampled_token_there_is_no_state(parameters: dict[str, bool], num_rows: int) -> None:
     made = _connector(0, [])
     assert _end(made, "/folder/s", 5, 3, [8, 9], **parameters) == (True, None)
-    assert made._pending_saves == {"r": _Ended("r", "/folder", "s", num_rows, [8, 9])}
+    assert made._pending_saves == {"r": _Ended("r", "/folder", "s", num_rows, [8, 9], ids_checksum(range(num_rows)))}
 
 
 @pytest.mark.parametrize("path", ["", "r.safetensors"])

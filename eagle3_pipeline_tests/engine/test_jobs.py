@@ -16,7 +16,8 @@ from eagle3_pipeline.engine.client import EngineClient
 from eagle3_pipeline.engine.jobs import journal_line, read_journal
 from eagle3_pipeline.engine.manager import EngineManager
 from eagle3_pipeline.errors import CaptureError, DiskSpaceError, EngineError
-from eagle3_pipeline.store.records import intact_records, read_records
+from eagle3_pipeline.store.fingerprint import ids_checksum
+from eagle3_pipeline.store.records import intact_records, read_records, written_records
 from eagle3_pipeline.store.shards import Geometry, map_states, seal_shards, shard_name
 from eagle3_pipeline_tests.engine.conftest import (
     HIDDEN,
@@ -55,8 +56,8 @@ def test_answers_go_to_the_journal_and_the_result_counts_them(client: EngineClie
     assert counts == {"total": 2, "reused": 0, "done": 2, "prompt_tokens": 3, "new_tokens": 5}
     assert len(journal_rows(job)) == 2
     assert read_journal(Path(job.journal)) == {
-        "a": {"sequence_id": "a", "token_ids": [80, 5], "finish_reason": "stop"},
-        "b": {"sequence_id": "b", "token_ids": [28, 28, 75], "finish_reason": "length"},
+        "a": {"sequence_id": "a", "prompt": ids_checksum([1, 2]), "token_ids": [80, 5], "finish_reason": "stop"},
+        "b": {"sequence_id": "b", "prompt": ids_checksum([7]), "token_ids": [28, 28, 75], "finish_reason": "length"},
     }
 
 
@@ -94,11 +95,41 @@ def test_a_finished_job_is_not_generated_again(client: EngineClient, make_job: J
 
 def test_only_rows_without_an_answer_are_generated(client: EngineClient, make_job: JobMaker) -> None:
     job = make_job()
-    kept = {"sequence_id": "s3", "token_ids": [1], "finish_reason": "stop"}
+    kept = {"sequence_id": "s3", "prompt": ids_checksum(PROMPTS["s3"]), "token_ids": [1], "finish_reason": "stop"}
     Path(job.journal).write_text(journal_line(kept))
     result = client.generate(job)
     assert (result["reused"], result["done"]) == (1, 5)
     assert read_journal(Path(job.journal))["s3"] == kept, "the earlier answer stays, whatever it was"
+
+
+@pytest.mark.parametrize("asked", [None, [9, 9], PROMPTS["s2"]], ids=["an earlier release", "other ids", "another's"])
+def test_the_answer_to_another_prompt_of_the_same_name_is_not_reused(
+    client: EngineClient, make_job: JobMaker, asked: list[int] | None
+) -> None:
+    job = make_job()
+    prompt = {} if asked is None else {"prompt": ids_checksum(asked)}
+    Path(job.journal).write_text(
+        journal_line({"sequence_id": "s3", **prompt, "token_ids": [1], "finish_reason": "stop"})
+    )
+    result = client.generate(job)
+    assert (result["reused"], result["done"]) == (0, 6)
+    row = read_journal(Path(job.journal))["s3"]
+    assert row["prompt"] == ids_checksum(PROMPTS["s3"])
+    assert row["token_ids"] == answer_tokens(PROMPTS["s3"], job.sampling["max_tokens"])
+
+
+def test_states_of_other_tokens_of_the_same_length_are_captured_again(client: EngineClient, make_job: JobMaker) -> None:
+    """As left by a chat template that reads the clock: same sequences, same lengths, other ids."""
+    job = make_job(capture=True, prompts={name: [*ids[:-1], ids[-1] + 1] for name, ids in PROMPTS.items()})
+    client.generate(job)
+    again = make_job(capture=True)
+    assert again.journal == job.journal
+    result = client.generate(again)
+    assert (result["reused"], result["done"]) == (0, 6)
+    records = written_records(Path(job.capture_folder), GEOMETRY)
+    answers = read_journal(Path(job.journal))
+    for name, ids in PROMPTS.items():
+        assert records[name].ids == ids_checksum([*ids, *answers[name]["token_ids"][:-1]])
 
 
 def test_an_answer_whose_states_were_damaged_is_generated_again(client: EngineClient, make_job: JobMaker) -> None:
