@@ -12,7 +12,7 @@ import click
 from tabulate import tabulate
 
 from eagle3_pipeline.config import PipelineSpec, enabled_pipelines, find_pipeline, pipeline_files, project_home
-from eagle3_pipeline.engine.breaker import read_failures, reset_failures
+from eagle3_pipeline.engine.breaker import forget_distrust, read_failures, reset_failures
 from eagle3_pipeline.engine.state import EngineState
 from eagle3_pipeline.errors import ConfigError, Eagle3Error, StaleInputError
 from eagle3_pipeline.planning import Plan, PlanRow, outlook_text
@@ -357,11 +357,11 @@ def engine_stop() -> None:
 
 @engine.command("reset")
 def engine_reset() -> None:
-    """Forget failed starts, so that engines that kept dying are tried again."""
-    folders = [path.parent for path in (project_home() / "engines").glob("*/failures.json")]
-    for folder in folders:
-        reset_failures(folder)
-    click.echo(f"{len(folders)} engines may be started again")
+    """Forget failed starts, so that engines that kept dying are tried again, and answers that were found wrong."""
+    folders = list((project_home() / "engines").glob("*/"))
+    click.echo(f"{sum(map(reset_failures, folders))} engines may be started again")
+    if distrusted := sum(map(forget_distrust, folders)):
+        click.echo(f"{distrusted} engines may capture while they decode again")
 
 
 @main.command()

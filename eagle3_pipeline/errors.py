@@ -75,6 +75,10 @@ class CaptureError(EngineError):
     """Hidden states are missing, incomplete or wrong."""
 
 
+class DecodingError(CaptureError):
+    """What an engine answered is not what it computes from the same tokens."""
+
+
 class TrainingError(Eagle3Error):
     """Training cannot start or gave an unusable draft."""
 

@@ -8,7 +8,8 @@ the host starts:
 - `EAGLE3_FAKE_FAIL`: `start` (loading raises), `dummy` (loading random weights raises), `write_error`, `disk_full`
   (the writer loses every sequence), `short_capture` (one row is missing), `preempted` (no rows are left of a sequence
   the first time), `no_rows` (nor ever), `generate` (requests end without an answer), `garbage` (the smoke test finds
-  sampling implausible). `FAIL:TEXT` fails only requests whose sequence id holds TEXT.
+  sampling implausible), `wrong_decoding` (states of decoded tokens are others'). `FAIL:TEXT` fails only requests
+  whose sequence id holds TEXT; `smoke` is in those of the smoke test only.
 - `EAGLE3_FAKE_LOG`: a file that gets one line per finished request and one per aborted request.
 - `EAGLE3_FAKE_CORE`: if set, the engine has a core: a child process in the host's session that outlives a killed host.
   Without it every request fails, as vLLM's do once its `EngineCore` is dead.
@@ -168,7 +169,7 @@ class FakeBackend:
     ) -> Answer:
         """Answers; like vLLM, it returns before its writer thread is done."""
         if request_id.startswith("smoke-"):
-            return self._smoke_answer(prompt_ids, sampling)
+            return self._smoke_answer(prompt_ids, sampling, capture)
         self._num_requests += 1
         try:
             if self._num_requests > _passing_requests():
@@ -193,7 +194,7 @@ class FakeBackend:
         tokens = answer_tokens(prompt_ids, sampling["max_tokens"], stop, self._vocab_size)
         if capture:
             rows = [*prompt_ids, *tokens[:-1]] if capture.include_output else prompt_ids
-            self._writer.submit(self._write, capture, rows)
+            self._writer.submit(self._write, capture, rows, len(prompt_ids))
         self._count_drafts(len(tokens))
         self._note(f"finished {request_id}")
         logprobs = sampling.get("logprobs")
@@ -230,9 +231,12 @@ class FakeBackend:
         if self._core and self._core.poll() is not None:
             raise FakeCoreDeadError(f"the fake engine's core died (exit code {self._core.returncode})")
 
-    def _smoke_answer(self, prompt_ids: list[int], sampling: dict[str, Any]) -> Answer:
+    def _smoke_answer(self, prompt_ids: list[int], sampling: dict[str, Any], capture: CaptureTarget | None) -> Answer:
         """Nine in ten sampled tokens are likely ones, or none is (`EAGLE3_FAKE_FAIL=garbage`)."""
         tokens = answer_tokens(prompt_ids, sampling["max_tokens"], (), self._vocab_size)
+        if capture:
+            rows = [*prompt_ids, *tokens[:-1]] if capture.include_output else prompt_ids
+            self._writer.submit(self._write_states, capture, rows, len(prompt_ids))
         hits = 0 if self._fail == "garbage" else round(0.9 * len(tokens))
         masses = [0.9] * len(tokens)
         return Answer(tokens, "length", top_masses=masses, top_hits=hits)
@@ -245,7 +249,7 @@ class FakeBackend:
             with open(self._log, "a") as file:
                 file.write(line + "\n")
 
-    def _write(self, capture: CaptureTarget, rows: list[int]) -> None:
+    def _write(self, capture: CaptureTarget, rows: list[int], num_prompt: int) -> None:
         assert self._spec is not None
         for kind, number in (("write_error", errno.EIO), ("disk_full", errno.ENOSPC)):
             if self._fails(kind, capture.sequence_id):
@@ -262,7 +266,16 @@ class FakeBackend:
             first_time and self._fails("preempted", capture.sequence_id)
         ):
             rows = []
+        self._write_states(capture, rows, num_prompt)
+
+    def _write_states(self, capture: CaptureTarget, rows: list[int], num_prompt: int) -> None:
+        assert self._spec is not None
         bits = state_bits(rows, self._spec.layer_ids, self._spec.hidden_size)
+        if self._fails("wrong_decoding", capture.sequence_id):
+            # The states of decoded tokens are those of others.
+            bits[num_prompt:] = state_bits(
+                [token + 100 for token in rows], self._spec.layer_ids, self._spec.hidden_size
+            )[num_prompt:]
         self._appender(capture.folder).append(capture.sequence_id, bits.data, ids_checksum(rows))
 
     def _appender(self, folder: Path) -> ShardAppender:

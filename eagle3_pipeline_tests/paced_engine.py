@@ -61,6 +61,9 @@ class PacedBackend:
             raise EngineError(f"request {request_id}: {len(prompt_ids)} tokens do not fit a step of {STEP_TOKENS}")
         tokens = answer_tokens(prompt_ids, sampling["max_tokens"])
         if request_id.startswith("smoke-"):
+            if capture:
+                ids = [*prompt_ids, *tokens[:-1]] if capture.include_output else prompt_ids
+                self._writers.submit(self._write, capture.folder, [(capture.sequence_id, len(ids), ids_checksum(ids))])
             return Answer(tokens, "length", top_masses=[0.9] * len(tokens), top_hits=round(0.9 * len(tokens)))
         done = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, (-int(urgent), next(self._numbers), prompt_ids, capture, done))

@@ -28,7 +28,13 @@ def test_every_key_is_described() -> None:
 EXECUTION = {
     "dataset": {"min_yield"},
     "generation": {"min_yield", "one_pass"},
-    "capture": {"max_shard_bytes", "min_layer_variance", "min_next_token_agreement", "recapture_tolerance"},
+    "capture": {
+        "max_shard_bytes",
+        "min_layer_variance",
+        "min_next_token_agreement",
+        "recapture_tolerance",
+        "max_teacher_kl",
+    },
     "vocab": {"min_coverage"},
     "evaluation": {"simulation_tolerance"},
     "training": {"device", "num_processes", "num_workers", "num_threads", "attention", "log_every_s"},
@@ -127,6 +133,7 @@ IRRELEVANT: list[tuple[str, str, Any]] = [
     ("capture", "min_layer_variance", 0.1),
     ("capture", "min_next_token_agreement", 0.5),
     ("capture", "recapture_tolerance", 0.5),
+    ("capture", "max_teacher_kl", 0.5),
     ("vocab", "min_coverage", 0.1),
     ("training", "device", "cpu"),
     ("training", "warm_start", "champion"),

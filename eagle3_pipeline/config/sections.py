@@ -110,7 +110,13 @@ class CaptureSpec(Section):
         0.99, "smallest share of rows whose last-layer state names the next greedy token; 0: unchecked", ge=0, le=1
     )
     recapture_tolerance: float = execution(
-        0.1, "largest relative difference of one sequence captured alone from its batched capture; 0: unchecked", ge=0
+        0.1, "largest relative difference of sequences captured once more, alone, by prefill; 0: unchecked", ge=0
+    )
+    max_teacher_kl: float = execution(
+        0.03,
+        "largest divergence in nats of the log-probabilities that training learns from, recomputed from captured "
+        "states, from those that the engine gives itself; 0: unchecked",
+        ge=0,
     )
     min_layer_variance: float = execution(1e-8, "a layer whose variance over a chunk is lower is rejected", ge=0)
 

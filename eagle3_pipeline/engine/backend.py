@@ -18,6 +18,8 @@ class Answer:
         top_gaps: per token, the log-probability of the best minus the second best candidate, if asked for.
         top_masses: per token, the probability that the candidates hold together, if asked for.
         top_hits: sampled tokens that are among their position's candidates, if asked for.
+        top_tokens: per token, the candidates' ids, if asked for.
+        top_logprobs: per token, the candidates' log-probabilities, if asked for.
     """
 
     token_ids: list[int]
@@ -26,6 +28,8 @@ class Answer:
     top_gaps: list[float] | None = None
     top_masses: list[float] | None = None
     top_hits: int | None = None
+    top_tokens: list[list[int]] | None = None
+    top_logprobs: list[list[float]] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Circuit breaker: an engine spec that keeps dying fails at once instead of loading again."""
+"""Circuit breaker: an engine spec that keeps dying fails at once instead of loading again.
+
+An engine whose answers were proved wrong decodes nothing more that is kept; it may prefill.
+"""
 
 import json
 from dataclasses import asdict, dataclass
@@ -10,6 +13,7 @@ _TRIPS_AT = 2
 # A host exits with this code if its engine core was killed while it loaded: no fault of the settings.
 CORE_KILLED_EXIT_CODE = 3
 _NAME = "failures.json"
+_DISTRUST = "distrusted.json"
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,28 @@ def record_failure(folder: Path, message: str, deterministic: bool, host: str) -
 def reset_failures(folder: Path) -> bool:
     """Forgets the deaths; says whether there were any."""
     path = folder / _NAME
+    existed = path.exists()
+    path.unlink(missing_ok=True)
+    return existed
+
+
+def distrust(folder: Path, reason: str) -> None:
+    """Remembers that what this engine decoded was wrong."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    atomic.write_json(folder / _DISTRUST, {"reason": reason})
+
+
+def distrusted(folder: Path) -> str:
+    """The reason given to `distrust`; empty: there is none."""
+    try:
+        return str(json.loads((folder / _DISTRUST).read_bytes())["reason"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""
+
+
+def forget_distrust(folder: Path) -> bool:
+    """Trusts the engine's decoding again; says whether it was distrusted."""
+    path = folder / _DISTRUST
     existed = path.exists()
     path.unlink(missing_ok=True)
     return existed

@@ -31,7 +31,7 @@ class EngineClient:
     Attributes:
         started: whether this client's `acquire` started the engine.
         waited_s: seconds from `acquire` to the connection: the start, or next to nothing.
-        may_sample: whether the engine's smoke test found sampling plausible.
+        smoke: what the engine's smoke test found.
         num_others: clients that the engine had already when this one connected.
         host: which host answers.
         folder: the engine's state folder.
@@ -40,7 +40,7 @@ class EngineClient:
     def __init__(self, state: EngineState) -> None:
         self.started = False
         self.waited_s = 0.0
-        self.may_sample = True
+        self.smoke: dict[str, Any] = {}
         self.num_others = 0
         self._state = state
         self.host = state.host()
@@ -52,6 +52,11 @@ class EngineClient:
             self._socket.close()
             raise EngineError(f"no engine answers at {state.socket}: {error}") from error
         self._file = self._socket.makefile("r", encoding="utf-8")
+
+    @property
+    def may_sample(self) -> bool:
+        """Whether the engine's smoke test found sampling plausible."""
+        return bool(self.smoke.get("may_sample"))
 
     def __enter__(self) -> "EngineClient":
         return self
@@ -147,6 +152,6 @@ def living_client(state: EngineState) -> EngineClient | None:
             return None
         if info["failed"]:
             return None
-        client.may_sample, client.num_others = bool(info["smoke"].get("may_sample")), info["clients"] - 1
+        client.smoke, client.num_others = info["smoke"], info["clients"] - 1
         opened.pop_all()
         return client

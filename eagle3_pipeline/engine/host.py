@@ -91,7 +91,10 @@ class Host:
         timer.start()
         try:
             await self._backend.start(self._spec)
-            self._smoke = await smoke_test(self._backend)
+            self._smoke = await smoke_test(self._backend, self._spec)
+            self._state.keep_smoke(self._smoke)
+            if fault := self._smoke["decoding_fault"]:
+                logger.warning("this engine captures by prefill only: %s", fault)
             # What was imported stays; to walk over it takes half a second, and this thread serves all requests.
             gc.collect()
             gc.freeze()

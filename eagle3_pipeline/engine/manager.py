@@ -14,7 +14,14 @@ from typing import Any
 
 import psutil
 
-from eagle3_pipeline.engine.breaker import CORE_KILLED_EXIT_CODE, read_failures, record_failure, reset_failures
+from eagle3_pipeline.engine.breaker import (
+    CORE_KILLED_EXIT_CODE,
+    distrust,
+    distrusted,
+    read_failures,
+    record_failure,
+    reset_failures,
+)
 from eagle3_pipeline.engine.client import EngineClient, living_client
 from eagle3_pipeline.engine.lease import GpuPool, Lease, end_session
 from eagle3_pipeline.engine.spec import EngineSpec
@@ -96,7 +103,7 @@ class EngineManager:
                 before_start(spec)
             client = self._start(spec, state, log, make_room)
             client.started, client.waited_s = True, time.monotonic() - asked
-            client.may_sample = _may_sample(client)
+            client.smoke = client.request("info")["smoke"]
             return client
 
     def _reused(self, spec: EngineSpec, state: EngineState, log: Log) -> EngineClient | None:
@@ -226,6 +233,21 @@ class EngineManager:
         """Whether an engine of this spec is ready."""
         states = [EngineState(self.folder / one.engine_id) for one in self._instances(spec)]
         return any(state.is_alive() and state.read().get("phase") == "ready" for state in states)
+
+    def last_smoke(self, spec: EngineSpec) -> dict[str, Any]:
+        """What the last start of an engine of this spec found in its smoke test; empty: none was started."""
+        found = [EngineState(self.folder / one.engine_id).last_smoke() for one in self._instances(spec)]
+        return next(filter(None, found), {})
+
+    def distrust(self, spec: EngineSpec, reason: str) -> None:
+        """Remembers, until the engine is reset, that what this engine decoded was wrong."""
+        for one in self._instances(spec):
+            distrust(self.folder / one.engine_id, reason)
+
+    def distrusted(self, spec: EngineSpec) -> str:
+        """Why answers of this engine are not captured as it decodes them; empty: nothing is known against it."""
+        found = [distrusted(self.folder / one.engine_id) for one in self._instances(spec)]
+        return next(filter(None, found), "")
 
     def died(self, client: EngineClient, error: EngineError) -> None:
         """Tells the circuit breaker that an engine's host died at work."""
@@ -378,10 +400,6 @@ class EngineManager:
         make_room()
         with self.pool.acquire(count, holder, timeout_s, log, make_room) as lease:
             yield lease
-
-
-def _may_sample(client: EngineClient) -> bool:
-    return bool(client.request("info")["smoke"].get("may_sample"))
 
 
 def _progress(phase: str, elapsed_s: float, loading_s: float, expected_s: float, state: EngineState) -> str:

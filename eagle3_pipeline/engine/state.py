@@ -19,6 +19,7 @@ from eagle3_pipeline.store.fingerprint import digest
 _LONGEST_SOCKET_PATH = 100
 STARTS_NAME = "starts.jsonl"
 _LAST_LOAD = "last_load_s.json"
+_LAST_SMOKE = "smoke.json"
 
 
 class EngineState:
@@ -90,6 +91,16 @@ class EngineState:
             if isinstance(known, int | float):
                 return float(known)
         return 0.0
+
+    def last_smoke(self) -> dict[str, Any]:
+        """What the smoke test of this engine's last start found; empty: it never started."""
+        found = _read_json(self.folder / _LAST_SMOKE)
+        return found if isinstance(found, dict) else {}
+
+    def keep_smoke(self, found: dict[str, Any]) -> None:
+        """In the host: leaves what the smoke test found to those who ask before the next start."""
+        with contextlib.suppress(StoreError):
+            atomic.write_json(self.folder / _LAST_SMOKE, found)
 
     def claim(self) -> None:
         """In the host: takes the folder."""

@@ -7,6 +7,13 @@ import os
 from typing import Any
 
 from eagle3_pipeline.engine.backend import Answer, CaptureTarget
+from eagle3_pipeline.engine.corrections import (
+    UNDRAFTED,
+    VARIABLE,
+    corrections,
+    has_latent_attention,
+    installed_version,
+)
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import EngineError
 from eagle3_pipeline.workers import avoid_multicast
@@ -43,10 +50,14 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
             arguments["kv_cache_memory_bytes"] = round(spec.gpu_kvcache_gib * 2**30)
     if spec.layer_ids:
         arguments |= _capture_arguments(spec)
-        arguments |= {
-            "async_scheduling": True,
-            "scheduler_cls": "eagle3_pipeline.engine.vllm_scheduler.CaptureScheduler",
-        }
+        # With vLLM's own capture, asynchronous scheduling leaves the last row of a sequence that ends on an accepted
+        # draft uncomputed.
+        arguments["async_scheduling"] = UNDRAFTED in _corrections(spec)
+        if UNDRAFTED in _corrections(spec):
+            arguments["scheduler_cls"] = "eagle3_pipeline.engine.vllm_scheduler.CaptureScheduler"
+    if not spec.num_gpus and spec.dtype == "float32" and has_latent_attention(spec.model_path):
+        # On processors with AMX vLLM would take a kernel for 16-bit weights.
+        arguments["attention_backend"] = "CPU_MLA"
     if spec.draft_path:
         arguments["speculative_config"] = {
             "method": "eagle3",
@@ -81,8 +92,13 @@ def _capture_arguments(spec: EngineSpec) -> dict[str, Any]:
     }
 
 
+def _corrections(spec: EngineSpec) -> list[str]:
+    return corrections(spec.model_path, bool(spec.layer_ids), not spec.num_gpus, installed_version())
+
+
 def set_environment(spec: EngineSpec) -> None:
-    """Variables that vLLM reads on import."""
+    """Variables that vLLM, and `vllm_worker` in its workers, read on import."""
+    os.environ[VARIABLE] = ",".join(_corrections(spec))
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     avoid_multicast()
@@ -152,6 +168,8 @@ class VllmBackend:
             [_gap(list(found.values())) for found in candidates],
             [sum(math.exp(value) for value in found.values()) for found in candidates],
             sum(token in found for token, found in zip(tokens, candidates, strict=True)),
+            [list(found) for found in candidates],
+            [list(found.values()) for found in candidates],
         )
 
     def failed(self) -> bool:

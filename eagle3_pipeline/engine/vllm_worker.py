@@ -1,10 +1,13 @@
-"""vLLM imports this in every worker before it loads a model: corrections of what vLLM does when it captures."""
+"""vLLM imports this in every worker before it loads a model: corrections of what vLLM does when it captures.
+
+`corrections` says which of them apply to which model.
+"""
 
 from typing import Any
 
 import torch
-import vllm
-from vllm.platforms import current_platform
+
+from eagle3_pipeline.engine.corrections import LAST_LAYER, SHARED_BLOCKS, UNDRAFTED, applied
 
 
 class WorkerExtension:
@@ -92,9 +95,11 @@ def share_blocks_on_cpu() -> None:
     CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda *_args: [MultipleOf(16)])
 
 
-run_as_if_nothing_were_drafted()
 keep_padding_out_of_sequences()
-if tuple(int(part) for part in vllm.__version__.split(".")[:2]) < (0, 25):
-    capture_last_layer()
-if current_platform.is_cpu():
-    share_blocks_on_cpu()
+for _name, _correct in (
+    (UNDRAFTED, run_as_if_nothing_were_drafted),
+    (LAST_LAYER, capture_last_layer),
+    (SHARED_BLOCKS, share_blocks_on_cpu),
+):
+    if _name in applied():
+        _correct()

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from eagle3_pipeline.engine.client import EngineClient
 from eagle3_pipeline.engine.preflight import Check
@@ -26,6 +27,35 @@ def open_engine(context: StageContext, engine: EngineSpec, after_chunks: bool = 
             context.engines.rehearse(chosen, context.log, after_chunks)
 
     return context.engines.acquire(engine, context.log, check, after_chunks)
+
+
+def decodes_while_capturing(context: StageContext, sampled: bool) -> bool:
+    """Whether answers may come from the engine that captures, with their states; where not, the log says why.
+
+    An engine that never started is started, to be asked.
+
+    Args:
+        context: the pipeline.
+        sampled: whether answers are sampled, not greedy.
+
+    Raises:
+        PreflightError, EngineError: as `open_engine`.
+    """
+    engine = context.capturing_engine_spec()
+    why = context.engines.distrusted(engine) or _decoding_fault(context.engines.last_smoke(engine), sampled)
+    if not why:
+        with open_engine(context, engine) as client:
+            why = _decoding_fault(client.smoke, sampled)
+    if why:
+        context.log(f"answers and states are made in two passes, by two engines: {why}")
+    return not why
+
+
+def _decoding_fault(smoke: dict[str, Any], sampled: bool) -> str:
+    if fault := smoke.get("decoding_fault", ""):
+        return str(fault)
+    garbage = sampled and not smoke.get("may_sample", True)
+    return "this engine samples garbage while it captures" if garbage else ""
 
 
 @contextlib.contextmanager

@@ -28,19 +28,19 @@ from eagle3_pipeline.data.sequences import (
     passthrough_sequences,
     sequence_from_answer,
 )
-from eagle3_pipeline.errors import DataError
+from eagle3_pipeline.errors import DataError, DecodingError
 from eagle3_pipeline.stages import dataset as dataset_stage
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.capture import (
     captured_tokens,
-    check_alone,
     check_answers,
+    check_recaptured,
     complete_records,
     prefill,
     seal_capture,
 )
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
-from eagle3_pipeline.stages.engines import open_engine
+from eagle3_pipeline.stages.engines import decodes_while_capturing
 from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
 from eagle3_pipeline.stages.templates import chat_template
 from eagle3_pipeline.store.fingerprint import digest, rows_content_id, token_lists_id
@@ -97,7 +97,7 @@ def materialise_outputs(
 
 
 def one_pass(context: StageContext) -> bool:
-    """Whether to try to capture while generating; where answers are sampled, the engine's smoke test has a say too."""
+    """Whether to try to capture while generating; the engine's smoke test has a say too."""
     generation = context.spec.generation
     return generation.mode == "regenerate" and generation.one_pass != "never"
 
@@ -147,12 +147,8 @@ def _regenerate(
     prompts = [item for item in items if isinstance(item, Prompt)]
     rejected = [item for item in items if isinstance(item, RejectedTurn)]
     folder = context.scratch(identity)
-    if captured and spec.temperature > 0:
-        with open_engine(context, context.capturing_engine_spec()) as client:
-            may_sample = client.may_sample
-        if not may_sample:
-            context.log("this engine samples garbage while it captures: generating first, capturing in a second pass")
-            captured = None
+    if captured and not decodes_while_capturing(context, spec.temperature > 0):
+        captured = None
     if captured:
         context.require_capture_space(captured, sum(len(p.input_ids) + spec.max_new_tokens for p in prompts))
     sampling = {
@@ -221,13 +217,28 @@ def _materialise_states(
     """`captured`: what the generating pass left, `just_now` if this process was there."""
     content = sequences.manifest.content_ids["input_ids"]
     identity = ids.hidden_states_identity(context.spec, context.verifier, content)
-    result = context.materialise(
-        identity, chunk, lambda writer: _capture(context, chunk, sequences, identity, writer, captured, just_now)
-    )
+    try:
+        result = context.materialise(
+            identity, chunk, lambda writer: _capture(context, chunk, sequences, identity, writer, captured, just_now)
+        )
+    except DecodingError as error:
+        _take_back(context, chunk, sequences, captured, error)
+        raise
     if captured:
         # Prompts, journal and any left-over shards of the pass whose results are published now.
         shutil.rmtree(captured.parent, ignore_errors=True)
     return result
+
+
+def _take_back(
+    context: StageContext, chunk: str, sequences: Artifact, captured: Path | None, error: DecodingError
+) -> None:
+    """Answers that were decoded wrongly are not kept, nor made again by the same engine in the same way."""
+    context.store.quarantine(sequences.folder, str(error))
+    context.log(f"chunk {chunk}: its answers were decoded wrongly and are in quarantine")
+    if captured:
+        context.engines.distrust(context.capturing_engine_spec(), str(error))
+        shutil.rmtree(captured.parent, ignore_errors=True)
 
 
 def _capture(
@@ -253,8 +264,8 @@ def _capture(
         speed = prefill(context, f"capturing chunk {chunk}", tokens, identity, writer.folder)
         records = written_records(writer.folder, context.verifier.geometry(context.spec.capture))
     statistics = seal_capture(context, where, writer.folder, tokens, records, identity.fingerprint)
+    statistics |= check_recaptured(context, where, writer.folder, rows, identity, captured_before)
     statistics |= check_answers(context, where, writer.folder, rows)
-    statistics |= check_alone(context, where, writer.folder, tokens, identity)
     metrics = {
         "num_sequences": len(tokens),
         "num_tokens": sum(map(len, tokens.values())),

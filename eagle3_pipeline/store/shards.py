@@ -249,6 +249,15 @@ def rows_checksum(path: Path, row_start: int, num_rows: int, row_bytes: int) -> 
     return hasher.hexdigest()
 
 
+def read_rows(folder: Path, record: ShardRecord, geometry: Geometry) -> np.ndarray:
+    """States float32 [n, A+1, H] of a sequence in a folder whose shards still grow."""
+    shape = record.num_tokens, len(geometry.layer_ids), geometry.hidden_size
+    with (folder / shard_name(record.shard)).open("rb") as file:
+        file.seek(HEADER_BYTES + record.row_start * geometry.row_bytes)
+        data = file.read(record.num_tokens * geometry.row_bytes)
+    return bf16_to_float32(np.frombuffer(data, dtype="<u2").reshape(shape))
+
+
 def bf16_to_float32(bits: np.ndarray) -> np.ndarray:
     """Raw bf16 bits to float32: bf16 is the upper half of a float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -32,9 +32,9 @@ class _SilentBackend(FakeBackend):
         super().__init__()
         self._silent = silent
 
-    def _write(self, capture: CaptureTarget, rows: list[int]) -> None:
+    def _write(self, capture: CaptureTarget, rows: list[int], num_prompt: int) -> None:
         if capture.sequence_id not in self._silent:
-            super()._write(capture, rows)
+            super()._write(capture, rows, num_prompt)
 
 
 def _run(job: GenerateJob, *silent: str) -> dict[str, Any]:
