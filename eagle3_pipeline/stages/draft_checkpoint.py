@@ -10,6 +10,7 @@ from eagle3_pipeline.errors import TrainingError
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
 from eagle3_pipeline.stages.current import current_chunks
+from eagle3_pipeline.stages.draft_spec import resolved_draft
 from eagle3_pipeline.stages.progress import ProgressLog
 from eagle3_pipeline.stages.verifier_outputs import SEQUENCES
 from eagle3_pipeline.stages.vocab_map import VOCAB_MAP_FILE
@@ -82,7 +83,7 @@ def worker_job(context: StageContext, vocab: Artifact, chunks: list[dict[str, st
     return {
         "verifier": {"path": verifier.path, "name": name, "trust_remote_code": spec.verifier.trust_remote_code},
         "aux_layer_ids": list(verifier.geometry(spec.capture).layer_ids[:-1]),
-        "draft": spec.draft.model_dump(mode="json"),
+        "draft": resolved_draft(context).model_dump(mode="json"),
         "training": spec.training.model_dump(mode="json"),
         "vocab_map": str(vocab.path(VOCAB_MAP_FILE)),
         "chunks": chunks,

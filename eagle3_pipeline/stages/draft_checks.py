@@ -10,7 +10,9 @@ from eagle3_pipeline.data.verifier import Verifier
 from eagle3_pipeline.engine.preflight import Check
 from eagle3_pipeline.errors import ConfigError, Eagle3Error, TrainingError
 from eagle3_pipeline.stages.context import StageContext
+from eagle3_pipeline.stages.draft_spec import resolved_draft
 from eagle3_pipeline.stages.warm_start import WEIGHTS, warm_start_folder
+from eagle3_pipeline.store.shards import Geometry
 from eagle3_pipeline.verifiers.ask import ask
 from eagle3_pipeline.verifiers.tensors import head_tensors, read_header
 
@@ -52,8 +54,6 @@ def attempt(what: str, needed: str, action: Callable[[], Found]) -> tuple[Found 
 
 def brief(found: object) -> str:
     """A finding in a line."""
-    from eagle3_pipeline.store.shards import Geometry
-
     if isinstance(found, Verifier):
         return found.path
     if isinstance(found, Geometry):
@@ -98,7 +98,7 @@ def _geometry(context: StageContext) -> "LlamaConfig":
     verifier = context.verifier
     config = read_verifier_config(Path(verifier.path), context.spec.verifier.trust_remote_code)
     _check_agreement(verifier, config)
-    layers = build_layer_config(context.spec.draft, config)
+    layers = build_layer_config(resolved_draft(context), config)
     check_aux_layers(verifier.geometry(context.spec.capture).layer_ids[:-1], config)
     return layers
 

@@ -23,7 +23,9 @@ def warm_start_folder(context: StageContext) -> Path | None:
         return None
     if wanted == "champion":
         champion = read_champion(context.references.folder)
-        return champion and context.store.require(ids.DRAFT_CHECKPOINT, champion.draft.checkpoint).folder
+        if champion is None:
+            return None
+        return context.store.require(ids.DRAFT_CHECKPOINT, champion.draft.checkpoint).folder
     folder = Path(expand(wanted)).expanduser()
     if not (folder / WEIGHTS).is_file():
         raise TrainingError(f"training.warm_start: {folder} has no {WEIGHTS}; none, champion, or a checkpoint folder")

@@ -155,7 +155,8 @@ def _derived_head_dim(verifier: PretrainedConfig, heads: int) -> int:
             "draft.head_dim must be given: the verifier uses multi-head latent attention, which has no head size that "
             "a draft could take over (128 is usual)"
         )
-    if head_dim := getattr(verifier, "head_dim", None):
+    # Configs whose layers differ give no attribute, but their value for most layers.
+    if head_dim := verifier.to_dict().get("head_dim"):
         return int(head_dim)
     if verifier.hidden_size % heads:
         raise TrainingError(
@@ -180,16 +181,16 @@ def _derived_intermediate_size(verifier: PretrainedConfig) -> int:
 
 
 def _max_position_embeddings(draft: DraftSpec, verifier: PretrainedConfig) -> int:
-    limit, wanted = getattr(verifier, "max_position_embeddings", None), draft.max_position_embeddings
-    # The scaling of the verifier is the draft's as well, unless it has a `rope_theta` of its own.
-    limit = max(limit, max_positions(verifier.to_dict())) if limit and is_yarn(verifier.to_dict()) else limit
-    if limit is None and wanted is None:
+    own, wanted = getattr(verifier, "max_position_embeddings", None), draft.max_position_embeddings
+    if own is None and wanted is None:
         raise TrainingError(
             "draft.max_position_embeddings must be given: the verifier's config has no max_position_embeddings"
         )
+    # What YaRN scales to, where the verifier's config names the positions before it.
+    limit = max(own, max_positions(verifier.to_dict())) if own and is_yarn(verifier.to_dict()) else own
     if wanted and limit and wanted > limit:
         raise TrainingError(f"draft.max_position_embeddings {wanted} exceeds the verifier's {limit}")
-    return wanted or limit
+    return int(wanted or own or 0)
 
 
 def _rope_parameters(draft: DraftSpec, verifier: PretrainedConfig) -> dict[str, Any]:

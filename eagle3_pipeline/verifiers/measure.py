@@ -79,8 +79,8 @@ def build(config: PretrainedConfig, text: PretrainedConfig) -> PreTrainedModel:
 def named_config(raw: dict[str, Any], text: dict[str, Any]) -> PretrainedConfig | None:
     """The config as the class reads it that `architectures` names, inner before outer; `None`: no such class."""
     for name in [*(text.get("architectures") or []), *(raw.get("architectures") or [])]:
-        wanted = getattr(getattr(transformers, name, None), "config_class", None)
-        if isinstance(wanted, type):
+        wanted: Any = getattr(getattr(transformers, name, None), "config_class", None)
+        if hasattr(wanted, "from_dict"):
             try:
                 config = wanted.from_dict({k: v for k, v in text.items() if k != "auto_map"})
             except Exception:  # what this class cannot read is not its config
@@ -94,16 +94,15 @@ def _candidates(config: PretrainedConfig, text: PretrainedConfig) -> list[tuple[
     found: list[tuple[Any, PretrainedConfig]] = []
     for name in [*(config.architectures or []), *(text.architectures or [])]:
         chosen = getattr(transformers, name, None)
-        wanted = getattr(chosen, "config_class", None)
-        if not isinstance(wanted, type):
+        wanted: Any = getattr(chosen, "config_class", None)
+        if not hasattr(wanted, "from_dict"):
             continue
         own = next((c for c in (config, text) if isinstance(c, wanted)), None)
         # A config class that came with the model, for a model class of Transformers.
         found.append((chosen, own or wanted.from_dict(text.to_dict())))
-    for mapping, own in (
-        (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, text),
-        (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config),
-    ):
+    # A wrapper around a language model comes first: it may make logits, and tie weights, in its own way.
+    wrapper = [] if config is text else [(transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config)]
+    for mapping, own in (*wrapper, (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, text)):
         chosen = mapping.get(type(own), None)
         if isinstance(chosen, tuple):
             chosen = chosen[0]
