@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,16 @@ from eagle3_pipeline.config import CaptureSpec, VerifierSpec, expand
 from eagle3_pipeline.errors import ConfigError
 from eagle3_pipeline.store.fingerprint import digest
 from eagle3_pipeline.store.shards import Geometry
+from eagle3_pipeline.verifiers.ask import ask, read_json
+from eagle3_pipeline.verifiers.sizes import has_experts, max_positions
+from eagle3_pipeline.verifiers.tensors import read_header, weight_files
 
 _WHOLE_FILE_BYTES = 64 * 2**20
 _SAMPLE_BYTES = 1 << 20
 _NUM_SAMPLES = 16
-_EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 _IDENTITY_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".py", ".txt", ".tiktoken")
+# Folders of other formats, and Mistral's own files of the same weights.
+_NOT_FETCHED = ("*/*", "consolidated*")
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,15 @@ def _locate(spec: VerifierSpec, offline: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(spec.model, revision=spec.revision, local_files_only=offline))
+        return Path(
+            snapshot_download(
+                spec.model,
+                revision=spec.revision,
+                local_files_only=offline,
+                allow_patterns=[f"*{suffix}" for suffix in _IDENTITY_SUFFIXES],
+                ignore_patterns=list(_NOT_FETCHED),
+            )
+        )
     except Exception as error:  # the hub client raises many types; all mean that the model cannot be had
         if offline:
             raise ConfigError(
@@ -110,31 +121,32 @@ def _locate(spec: VerifierSpec, offline: bool) -> Path:
 
 
 def _inspect(folder: Path) -> Verifier:
-    config = _read_json(folder / "config.json")
-    nested = config.get("text_config")
-    text = nested if isinstance(nested, dict) else config
-    missing = [k for k in ("num_hidden_layers", "hidden_size", "vocab_size") if k not in text]
+    asked = ask(folder)
+    config, architectures = asked.config, read_json(folder / "config.json").get("architectures")
+    missing = [k for k in ("num_hidden_layers", "hidden_size", "vocab_size") if not isinstance(config.get(k), int)]
     if missing:
         raise ConfigError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
-    weights = _weight_files(folder)
+    weights = weight_files(folder)
+    for path in weights:
+        _check_safetensors(path)
     return Verifier(
         path=str(folder),
         content_id=_content_id(folder),
-        num_layers=text["num_hidden_layers"],
-        hidden_size=text["hidden_size"],
-        vocab_size=text["vocab_size"],
-        max_positions=text.get("max_position_embeddings", 0),
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        vocab_size=config["vocab_size"],
+        max_positions=max_positions(config),
         weight_bytes=sum(path.stat().st_size for path in weights),
-        kv_bytes_per_token=_kv_bytes_per_token(text),
-        architecture=(config.get("architectures") or ["unknown"])[0],
-        has_experts=any(text.get(key) for key in _EXPERT_KEYS),
+        kv_bytes_per_token=_kv_bytes_per_token(config),
+        architecture=(architectures or ["unknown"])[0],
+        has_experts=has_experts(config),
     )
 
 
 def _kv_bytes_per_token(config: dict[str, Any]) -> int:
     if config.get("kv_lora_rank"):
         # Multi-head latent attention caches one compressed vector and the rotary part of the key.
-        values = config["kv_lora_rank"] + config.get("qk_rope_head_dim", 0)
+        values = config["kv_lora_rank"] + (config.get("qk_rope_head_dim") or 0)
     else:
         heads = config.get("num_attention_heads") or 1
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -145,48 +157,15 @@ def _kv_bytes_per_token(config: dict[str, Any]) -> int:
 def generation_eos_ids(folder: str) -> list[int]:
     """Tokens that end an answer by the model's `generation_config.json`, where vLLM takes them from, too."""
     path = Path(folder) / "generation_config.json"
-    found = _read_json(path).get("eos_token_id") if path.exists() else None
+    found = read_json(path).get("eos_token_id") if path.exists() else None
     return found if isinstance(found, list) else [] if found is None else [found]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"verifier.model: {path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"verifier.model: {path} holds {type(value).__name__}, expected a JSON object")
-    return value
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-        missing = [name for name in names if not (folder / name).exists()]
-        if missing:
-            listed = ", ".join(missing[:5])
-            raise ConfigError(f"verifier.model: {folder} lacks {len(missing)} of {len(names)} weight files: {listed}")
-        files = [folder / name for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ConfigError(f"verifier.model: {folder} has no .safetensors weights")
-    for path in files:
-        _check_safetensors(path)
-    return files
 
 
 def _check_safetensors(path: Path) -> None:
     """A safetensors file is exactly as long as its header says; a half-written download is not."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-        end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
-    except (OSError, ValueError, OverflowError, MemoryError, AttributeError, LookupError, TypeError) as error:
-        raise ConfigError(f"verifier.model: {path} is not a safetensors file: {error}") from error
-    expected, found = 8 + length + end, path.stat().st_size
+    header, start = read_header(path)
+    end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+    expected, found = start + end, path.stat().st_size
     if expected != found:
         raise ConfigError(f"verifier.model: {path} has {found:,} bytes, its header says {expected:,}: fetch it again")
 

@@ -1,24 +1,18 @@
-"""The verifier's final norm and output layer, read from its safetensors files without torch."""
+"""What the verifier predicts from captured states, computed by the head that its drafts are trained on."""
 
 import functools
-import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from eagle3_pipeline.store.shards import bf16_to_float32
+from eagle3_pipeline.errors import ConfigError
+from eagle3_pipeline.verifiers.ask import ask
+from eagle3_pipeline.verifiers.formula import HeadFormula
+from eagle3_pipeline.verifiers.tensors import head_tensors
 
 _BLOCK_ROWS = 8192
-_READERS: dict[str, tuple[str, Any]] = {
-    "F32": ("<f4", lambda values: values),
-    "F16": ("<f2", lambda values: values.astype(np.float32)),
-    "BF16": ("<u2", bf16_to_float32),
-}
-# Models whose norm or logits are not the plain formula below.
-_SPECIAL_KEYS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "final_layernorm_scale")
-_SPECIAL_TYPES = ("gemma",)
 
 
 @dataclass(frozen=True)
@@ -41,20 +35,50 @@ class TopTokens:
 
 
 class VerifierHead:
-    """RMS norm and output layer: logits = lm_head @ (x / rms(x) * weight)."""
+    """The verifier's final norm and output layer in float32.
 
-    def __init__(self, norm: np.ndarray, eps: float, lm_head: np.ndarray, convert: Any) -> None:
-        self._norm = norm
-        self._eps = eps
-        self._lm_head = lm_head
-        self._convert = convert
+    Args:
+        formula: how logits are made.
+        rows: gives rows of the output layer as float32 [n, H].
+        num_rows: V.
+        norm: stored gain of the norm float32 [H]; `None`: none.
+        norm_bias: float32 [H].
+        head_bias: float32 [V].
+    """
+
+    def __init__(
+        self,
+        formula: HeadFormula,
+        rows: Callable[[slice], np.ndarray],
+        num_rows: int,
+        norm: np.ndarray | None = None,
+        norm_bias: np.ndarray | None = None,
+        head_bias: np.ndarray | None = None,
+    ) -> None:
+        self._formula, self._rows, self._num_rows = formula, rows, num_rows
+        self._norm, self._norm_bias, self._head_bias = norm, norm_bias, head_bias
 
     def logits(self, states: np.ndarray) -> np.ndarray:
         """Logits float32 [R, V] of states float32 [R, H] taken before the final norm."""
-        rms = np.sqrt(np.mean(np.square(states, dtype=np.float64), axis=1, keepdims=True) + self._eps)
-        normed = (states / rms).astype(np.float32) * self._norm
-        blocks = range(0, len(self._lm_head), _BLOCK_ROWS)
-        parts = [normed @ self._convert(np.asarray(self._lm_head[i : i + _BLOCK_ROWS])).T for i in blocks]
+        import torch
+
+        from eagle3_pipeline.verifiers.head import FinalNorm, OutputLayer, fold
+
+        def tensor(values: np.ndarray | None) -> torch.Tensor | None:
+            return None if values is None else torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+
+        normed, parts = None, []
+        with torch.no_grad():
+            for start in range(0, self._num_rows, _BLOCK_ROWS):
+                # The last block of a table that is longer than the vocabulary.
+                block = slice(start, min(start + _BLOCK_ROWS, self._num_rows))
+                bias = None if self._head_bias is None else self._head_bias[block]
+                layer = tensor(self._rows(block))
+                assert layer is not None
+                weights = fold(self._formula, layer, tensor(self._norm), tensor(self._norm_bias), tensor(bias))
+                if normed is None:
+                    normed = FinalNorm(self._formula, weights)(torch.from_numpy(np.array(states, dtype=np.float32)))
+                parts.append(OutputLayer(self._formula, layer, weights.head_bias)(normed).numpy())
         return np.concatenate(parts, axis=1)
 
     def top_tokens(self, states: np.ndarray, k: int) -> tuple[TopTokens, np.ndarray]:
@@ -74,36 +98,21 @@ class VerifierHead:
 
 @functools.lru_cache(maxsize=2)
 def load_head(folder: str) -> VerifierHead | None:
-    """Maps the head of a model folder; `None` for models whose head is not the plain formula or is quantised."""
+    """Maps the head of a model folder; `None` where preflight refuses it: it is quantised, or of no known formula."""
     path = Path(folder)
-    config = json.loads((path / "config.json").read_bytes())
-    text = config.get("text_config") or config
-    if any(text.get(key) for key in _SPECIAL_KEYS) or str(text.get("model_type", "")).startswith(_SPECIAL_TYPES):
+    asked = ask(path)
+    if asked.formula is None:
         return None
-    norm = _find(path, ("model.norm.weight",))
-    lm_head = _find(path, ("lm_head.weight",)) or _find(path, ("embed_tokens.weight",))
-    if norm is None or lm_head is None:
+    try:
+        found = head_tensors(path, asked)
+    except ConfigError:
         return None
-    (norm_values, norm_dtype), (head_values, head_dtype) = norm, lm_head
-    weight = _READERS[norm_dtype][1](np.asarray(norm_values))
-    return VerifierHead(weight, float(text.get("rms_norm_eps", 1e-6)), head_values, _READERS[head_dtype][1])
+    size = int(asked.config["vocab_size"])
+    norm, norm_bias, head_bias = (
+        None if one is None else one.floats() for one in (found.norm, found.norm_bias, found.head_bias)
+    )
+    return VerifierHead(asked.formula, found.head.floats, size, norm, norm_bias, _first(head_bias, size))
 
 
-def _find(folder: Path, suffixes: tuple[str, ...]) -> tuple[np.ndarray, str] | None:
-    """Maps the tensor whose name ends in one of `suffixes`; opens only the file that holds it."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        files = sorted({file for name, file in weight_map.items() if name.endswith(suffixes)})
-    else:
-        files = sorted(path.name for path in folder.glob("*.safetensors"))
-    for file in files:
-        with (folder / file).open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length))
-        for name, tensor in header.items():
-            if name.endswith(suffixes) and tensor.get("dtype") in _READERS:
-                dtype, offset = _READERS[tensor["dtype"]][0], 8 + length + tensor["data_offsets"][0]
-                shape = tuple(tensor["shape"])
-                return np.memmap(folder / file, dtype=dtype, mode="r", offset=offset, shape=shape), tensor["dtype"]
-    return None
+def _first(values: np.ndarray | None, size: int) -> np.ndarray | None:
+    return None if values is None else values[:size]

@@ -5,16 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle3_pipeline.config import expand
 from eagle3_pipeline.data.verifier import is_local
 from eagle3_pipeline.errors import TrainingError
 from eagle3_pipeline.stages import identity as ids
-from eagle3_pipeline.stages.champion import read_champion
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
 from eagle3_pipeline.stages.current import current_chunks
+from eagle3_pipeline.stages.draft_spec import resolved_draft
 from eagle3_pipeline.stages.progress import ProgressLog
 from eagle3_pipeline.stages.verifier_outputs import SEQUENCES
 from eagle3_pipeline.stages.vocab_map import VOCAB_MAP_FILE
+from eagle3_pipeline.stages.warm_start import WEIGHTS, warm_start_folder
 from eagle3_pipeline.store.fingerprint import digest, file_checksum
 from eagle3_pipeline.store.objects import Artifact, ArtifactWriter
 from eagle3_pipeline.workers import run_worker
@@ -24,7 +24,6 @@ TORCHRUN = "eagle3_pipeline.training.torchrun"
 CURVES = "curves.png"
 METRICS = "metrics.parquet"
 CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
 
 
 def materialise_checkpoint(context: StageContext) -> StageResult:
@@ -60,23 +59,9 @@ def materialise_checkpoint(context: StageContext) -> StageResult:
 
 
 def _warm_start(context: StageContext) -> Path | None:
-    """Folder of the weights to start from.
-
-    Raises:
-        TrainingError: `training.warm_start` names a folder that holds no checkpoint.
-    """
-    wanted = context.spec.training.warm_start
-    if wanted == "none":
-        return None
-    if wanted == "champion":
-        champion = read_champion(context.references.folder)
-        if champion is None:
-            context.log("training.warm_start: there is no champion yet; starting from the seed")
-            return None
-        return context.store.require(ids.DRAFT_CHECKPOINT, champion.draft.checkpoint).folder
-    folder = Path(expand(wanted)).expanduser()
-    if not (folder / WEIGHTS).is_file():
-        raise TrainingError(f"training.warm_start: {folder} has no {WEIGHTS}; none, champion, or a checkpoint folder")
+    folder = warm_start_folder(context)
+    if folder is None and context.spec.training.warm_start == "champion":
+        context.log("training.warm_start: there is no champion yet; starting from the seed")
     return folder
 
 
@@ -98,7 +83,7 @@ def worker_job(context: StageContext, vocab: Artifact, chunks: list[dict[str, st
     return {
         "verifier": {"path": verifier.path, "name": name, "trust_remote_code": spec.verifier.trust_remote_code},
         "aux_layer_ids": list(verifier.geometry(spec.capture).layer_ids[:-1]),
-        "draft": spec.draft.model_dump(mode="json"),
+        "draft": resolved_draft(context).model_dump(mode="json"),
         "training": spec.training.model_dump(mode="json"),
         "vocab_map": str(vocab.path(VOCAB_MAP_FILE)),
         "chunks": chunks,

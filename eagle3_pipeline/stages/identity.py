@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from eagle3_pipeline.config import PipelineSpec
@@ -9,6 +10,7 @@ from eagle3_pipeline.data.registry import Chunk
 from eagle3_pipeline.data.verifier import Verifier
 from eagle3_pipeline.stages.context import Identity
 from eagle3_pipeline.store.fingerprint import fingerprint
+from eagle3_pipeline.verifiers.changes import changed_head, changed_width
 
 VERIFIER = "verifier"
 DATASET = "dataset"
@@ -134,11 +136,15 @@ def checkpoint_identity(
     spec: PipelineSpec, verifier: Verifier, vocab: str, sequences: dict[str, str], hidden_states: dict[str, str]
 ) -> Identity:
     """The draft trained on all chunks."""
+    folder = Path(verifier.path)
+    width = changed_width(folder) if spec.draft.intermediate_size is None else {}
     inputs = {
         "verifier": verifier.content_id,
         "vocab_map": vocab,
         "synthetic_generations": sequences,
         "hidden_states": hidden_states,
+        **changed_head(folder),
+        **width,
     }
     return identify(spec, DRAFT_CHECKPOINT, inputs)
 

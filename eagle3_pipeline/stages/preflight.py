@@ -1,8 +1,5 @@
 """Preflight of a pipeline: model, template, devices, memory, disk. Starts nothing, imports neither torch nor vLLM."""
 
-from collections.abc import Callable
-from typing import TypeVar
-
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.data.verifier import Verifier
 from eagle3_pipeline.engine.devices import gpu_memory
@@ -19,10 +16,8 @@ from eagle3_pipeline.engine.preflight import (
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.errors import ConfigError, EngineError
 from eagle3_pipeline.stages.context import StageContext
+from eagle3_pipeline.stages.draft_checks import attempt, draft_checks
 from eagle3_pipeline.stages.templates import chat_template, prompt_rows
-from eagle3_pipeline.store.shards import Geometry
-
-Found = TypeVar("Found")
 
 
 def preflight(context: StageContext, offline: bool = False, dummy_load: bool = False) -> list[Check]:
@@ -34,16 +29,10 @@ def preflight(context: StageContext, offline: bool = False, dummy_load: bool = F
         dummy_load: if all other checks pass, start the engine with random weights, too, and stop it.
     """
     spec = context.spec
-    verifier, checks = _attempt("verifier files", "whole", lambda: context.find_verifier(offline))
+    verifier, checks = attempt("verifier files", "whole", lambda: context.find_verifier(offline))
     if verifier:
         checks += pipeline_checks(context)
-        size, limit = spec.vocab.draft_vocab_size, verifier.vocab_size
-        wanted, advice = f"{limit:,} at most, the verifier's", "lower vocab.draft_vocab_size"
-        checks.append(Check("draft vocabulary", size <= limit, f"{size:,}", wanted, advice))
-        checks += _attempt("evaluation prompts", "fit", lambda: _count_prompts(context))[1]
-        training = spec.training
-        checks += check_processes(training.num_processes, training.accumulate, context.engines.num_gpus)
-        layers = _attempt("", "", lambda: verifier.geometry(spec.capture))[0]
+        layers = attempt("", "", lambda: verifier.geometry(spec.capture))[0]
         engine = context.capturing_engine_spec() if layers else context.engine_spec()
         checks += engine_checks(context, engine, verifier)
         generation = spec.generation
@@ -65,12 +54,15 @@ def preflight(context: StageContext, offline: bool = False, dummy_load: bool = F
 def pipeline_checks(context: StageContext) -> list[Check]:
     """What a pipeline's settings ask of its verifier, whatever engine is to be started."""
     spec, verifier = context.spec, context.verifier
-    checks = _attempt("layer ids", "in range", lambda: verifier.geometry(spec.capture))[1]
-    checks += _attempt("chat template", "renders", lambda: _render(context))[1]
+    checks = attempt("layer ids", "in range", lambda: verifier.geometry(spec.capture))[1]
+    checks += attempt("chat template", "renders", lambda: _render(context))[1]
     if checks[-1].passed:
-        checks += _attempt("end of an answer", "stops the verifier", lambda: _check_end(context))[1]
+        checks += attempt("end of an answer", "stops the verifier", lambda: _check_end(context))[1]
     checks.append(_check_positions(spec, verifier))
-    return checks
+    checks += attempt("evaluation prompts", "fit", lambda: _count_prompts(context))[1]
+    training = spec.training
+    checks += check_processes(training.num_processes, training.accumulate, context.engines.num_gpus)
+    return [*checks, *draft_checks(context)]
 
 
 def engine_checks(context: StageContext, engine: EngineSpec, verifier: Verifier) -> list[Check]:
@@ -116,20 +108,6 @@ def _rehearse(context: StageContext) -> Check:
         advice = "see the log's end above; lower resources.max_num_batched_tokens or gpu_memory_utilization"
         return Check(what, False, str(error), needed, advice)
     return Check(what, True, needed, needed)
-
-
-def _attempt(what: str, needed: str, action: Callable[[], Found]) -> tuple[Found | None, list[Check]]:
-    try:
-        found = action()
-    except ConfigError as error:
-        return None, [Check(what, False, str(error), needed)]
-    return found, [Check(what, True, _brief(found), needed)]
-
-
-def _brief(found: object) -> str:
-    if isinstance(found, Verifier):
-        return found.path
-    return str(list(found.layer_ids)) if isinstance(found, Geometry) else str(found)
 
 
 def _render(context: StageContext) -> str:

@@ -25,12 +25,12 @@ class VerifierChoice:
         """Moves the full output layer to the device.
 
         Args:
-            weights: the verifier's output layer [V, H].
-            norm: the verifier's final norm.
+            weights: the verifier's, of all its tokens.
+            norm: the verifier's final norm, on the device.
             draft_ids: int64 [V], draft id of each verifier token, -1 outside.
             device: where the products run.
         """
-        self._head = weights.lm_head.to(device)
+        self._head = weights.output_layer().to(device)
         self._norm = norm
         self._draft_ids = draft_ids.to(device)
 
@@ -41,10 +41,7 @@ class VerifierChoice:
         states = batch["verifier_last_hidden_states"][0][mask]
         chosen = torch.full(mask.shape, OUTSIDE_DRAFT_VOCAB, dtype=torch.long, device=mask.device)
         with torch.autocast(states.device.type, torch.bfloat16):
-            parts = [
-                torch.nn.functional.linear(self._norm(rows), self._head).argmax(-1)
-                for rows in states.split(_ROWS_AT_ONCE)
-            ]
+            parts = [self._head(self._norm(rows)).argmax(-1) for rows in states.split(_ROWS_AT_ONCE)]
         if parts:
             chosen[mask] = self._draft_ids[torch.cat(parts)]
         return chosen

@@ -4,20 +4,19 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from eagle3_pipeline.config import DraftSpec
 from eagle3_pipeline.errors import TrainingError
-
-# A verifier with one of these at another value than the neutral one changes its logits after the output layer, which
-# the training targets do not.
-_LOGIT_SCALINGS: dict[str, Any] = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+from eagle3_pipeline.verifiers.ask import EPS_NAMES, norm_eps
+from eagle3_pipeline.verifiers.sizes import has_experts, is_yarn, max_positions, mlp_width
 
 
 def read_verifier_config(path: Path, trust_remote_code: bool) -> PretrainedConfig:
     """The config of the verifier's language model; a multimodal verifier's nested `text_config` is resolved.
 
     Raises:
-        TrainingError: it cannot be read, or the verifier's logits are scaled in a way that training does not model.
+        TrainingError: it cannot be read.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -26,10 +25,6 @@ def read_verifier_config(path: Path, trust_remote_code: bool) -> PretrainedConfi
     architectures = config.architectures
     config = getattr(config, "text_config", None) or config
     config.architectures = architectures
-    for name, neutral in _LOGIT_SCALINGS.items():
-        value = getattr(config, name, None)
-        if value is not None and value != neutral:
-            raise TrainingError(f"{path}: verifiers with {name} (here {value}) are not supported")
     return config
 
 
@@ -52,7 +47,10 @@ def build_layer_config(draft: DraftSpec, verifier: PretrainedConfig) -> LlamaCon
     Raises:
         TrainingError: names the `draft.` key that must be given or changed.
     """
-    heads = draft.num_attention_heads or verifier.num_attention_heads
+    _check_positive(draft)
+    heads = draft.num_attention_heads or getattr(verifier, "num_attention_heads", None)
+    if not heads:
+        raise TrainingError("draft.num_attention_heads must be given: the verifier's config has no attention heads")
     kv_heads = draft.num_key_value_heads or getattr(verifier, "num_key_value_heads", None) or heads
     if heads % kv_heads:
         raise TrainingError(
@@ -61,7 +59,7 @@ def build_layer_config(draft: DraftSpec, verifier: PretrainedConfig) -> LlamaCon
     head_dim = draft.head_dim or _derived_head_dim(verifier, heads)
     if head_dim % 2:
         raise TrainingError(f"draft.head_dim {head_dim} must be even (rotary embedding turns pairs)")
-    return LlamaConfig(
+    layers = LlamaConfig(
         vocab_size=verifier.vocab_size,
         hidden_size=verifier.hidden_size,
         intermediate_size=draft.intermediate_size or _derived_intermediate_size(verifier),
@@ -82,14 +80,72 @@ def build_layer_config(draft: DraftSpec, verifier: PretrainedConfig) -> LlamaCon
         sliding_window=draft.sliding_window,
         layer_types=["sliding_attention" if draft.sliding_window else "full_attention"] * draft.num_hidden_layers,
     )
+    _check_rotation(layers)
+    return layers
+
+
+def _check_positive(draft: DraftSpec) -> None:
+    for name, value in draft.model_dump().items():
+        if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+            raise TrainingError(f"draft.{name} {value} must be above 0")
+
+
+def _check_rotation(layers: LlamaConfig) -> None:
+    """The verifier's scaling fits heads of the draft's size: its factors may be given for each pair of a head."""
+    kind = layers.rope_parameters["rope_type"]
+    if kind == "default":
+        return
+    try:
+        num_pairs = len(ROPE_INIT_FUNCTIONS[kind](layers, "cpu")[0])
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise TrainingError(
+            f"draft.rope_theta must be given: the verifier's rotary embedding of type {kind} does not fit the draft: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if num_pairs != layers.head_dim // 2:
+        raise TrainingError(
+            f"draft.rope_theta or another draft.head_dim must be given: the verifier's rotary embedding of type {kind} "
+            f"turns {num_pairs} pairs of a head, one of the draft has {layers.head_dim // 2}"
+        )
+
+
+def expected_tensors(layers: LlamaConfig, draft_vocab_size: int, num_aux: int, norm_before_fc: bool) -> dict[str, Any]:
+    """Type and shape of every tensor that vLLM needs, written down independently of the model class.
+
+    vLLM does not report a missing tensor: a norm would stay at ones, `fc` uninitialised, `d2t` the identity.
+    """
+    hidden, inner = layers.hidden_size, layers.intermediate_size
+    query, key = layers.num_attention_heads * layers.head_dim, layers.num_key_value_heads * layers.head_dim
+    shapes: dict[str, list[int]] = {
+        "embed_tokens.weight": [layers.vocab_size, hidden],
+        "fc.weight": [hidden, num_aux * hidden],
+        "layers.0.hidden_norm.weight": [hidden],
+        "layers.0.input_layernorm.weight": [hidden],
+        "layers.0.self_attn.q_proj.weight": [query, 2 * hidden],
+        "layers.0.self_attn.k_proj.weight": [key, 2 * hidden],
+        "layers.0.self_attn.v_proj.weight": [key, 2 * hidden],
+        "layers.0.self_attn.o_proj.weight": [hidden, query],
+        "layers.0.post_attention_layernorm.weight": [hidden],
+        "layers.0.mlp.gate_proj.weight": [inner, hidden],
+        "layers.0.mlp.up_proj.weight": [inner, hidden],
+        "layers.0.mlp.down_proj.weight": [hidden, inner],
+        "norm.weight": [hidden],
+        "lm_head.weight": [draft_vocab_size, hidden],
+    }
+    if norm_before_fc:
+        shapes["input_norm.weight"] = [num_aux * hidden]
+    expected: dict[str, Any] = {name: ("BF16", shape) for name, shape in shapes.items()}
+    if draft_vocab_size != layers.vocab_size:
+        expected |= {"d2t": ("I64", [draft_vocab_size]), "t2d": ("BOOL", [layers.vocab_size])}
+    return expected
 
 
 def verifier_norm_eps(verifier: PretrainedConfig) -> float:
-    """Epsilon of the verifier's RMS norms."""
-    eps = getattr(verifier, "rms_norm_eps", None)
+    """Epsilon of the verifier's norms, which is the draft's where `draft.rms_norm_eps` is null."""
+    eps = norm_eps({name: getattr(verifier, name, None) for name in EPS_NAMES})
     if eps is None:
-        raise TrainingError("the verifier's config has no rms_norm_eps: only verifiers with RMS norms are supported")
-    return float(eps)
+        raise TrainingError("draft.rms_norm_eps must be given: the verifier's config has no epsilon of a norm")
+    return eps
 
 
 def _derived_head_dim(verifier: PretrainedConfig, heads: int) -> int:
@@ -99,7 +155,8 @@ def _derived_head_dim(verifier: PretrainedConfig, heads: int) -> int:
             "draft.head_dim must be given: the verifier uses multi-head latent attention, which has no head size that "
             "a draft could take over (128 is usual)"
         )
-    if head_dim := getattr(verifier, "head_dim", None):
+    # Configs whose layers differ give no attribute, but their value for most layers.
+    if head_dim := verifier.to_dict().get("head_dim"):
         return int(head_dim)
     if verifier.hidden_size % heads:
         raise TrainingError(
@@ -109,21 +166,31 @@ def _derived_head_dim(verifier: PretrainedConfig, heads: int) -> int:
 
 
 def _derived_intermediate_size(verifier: PretrainedConfig) -> int:
-    size = getattr(verifier, "intermediate_size", None)
+    found = {"intermediate_size": getattr(verifier, "intermediate_size", None), "hidden_size": verifier.hidden_size}
+    size, hidden = mlp_width({**verifier.to_dict(), **found}), verifier.hidden_size
     if not isinstance(size, int):
-        raise TrainingError(f"draft.intermediate_size must be given: the verifier's config says {size!r}")
+        raise TrainingError(
+            f"draft.intermediate_size must be given: the verifier's config says {found['intermediate_size']!r}"
+        )
+    if size < hidden and has_experts(verifier.to_dict()):
+        raise TrainingError(
+            f"draft.intermediate_size must be given: the verifier's config says {found['intermediate_size']}, the size "
+            f"of an expert, and a token's experts together are {size} wide, less than the hidden size {hidden}"
+        )
     return size
 
 
 def _max_position_embeddings(draft: DraftSpec, verifier: PretrainedConfig) -> int:
-    limit = getattr(verifier, "max_position_embeddings", None)
-    if limit is None:
-        raise TrainingError("the verifier's config has no max_position_embeddings")
-    if (draft.max_position_embeddings or 0) > limit:
+    own, wanted = getattr(verifier, "max_position_embeddings", None), draft.max_position_embeddings
+    if own is None and wanted is None:
         raise TrainingError(
-            f"draft.max_position_embeddings {draft.max_position_embeddings} exceeds the verifier's {limit}"
+            "draft.max_position_embeddings must be given: the verifier's config has no max_position_embeddings"
         )
-    return draft.max_position_embeddings or limit
+    # What YaRN scales to, where the verifier's config names the positions before it.
+    limit = max(own, max_positions(verifier.to_dict())) if own and is_yarn(verifier.to_dict()) else own
+    if wanted and limit and wanted > limit:
+        raise TrainingError(f"draft.max_position_embeddings {wanted} exceeds the verifier's {limit}")
+    return int(wanted or own or 0)
 
 
 def _rope_parameters(draft: DraftSpec, verifier: PretrainedConfig) -> dict[str, Any]:

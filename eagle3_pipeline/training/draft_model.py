@@ -9,14 +9,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-from speculators.models.utils import GEMMA_STYLE_FINAL_NORM_MODEL_TYPES
 from speculators.proposals.greedy import GreedyTokenProposalConfig
-from speculators.utils.loading import load_model_layers
 from transformers import LlamaConfig, PretrainedConfig
 
-from eagle3_pipeline.errors import TrainingError
-from eagle3_pipeline.training.draft_config import verifier_norm_eps
+from eagle3_pipeline.errors import ConfigError, TrainingError
 from eagle3_pipeline.training.job import Job
+from eagle3_pipeline.verifiers.ask import ask
+from eagle3_pipeline.verifiers.formula import HeadFormula
+from eagle3_pipeline.verifiers.head import FinalNorm, HeadWeights, OutputLayer, fold
+from eagle3_pipeline.verifiers.tensors import Tensor, head_tensors
 
 WEIGHTS_NAME = "model.safetensors"
 _ATTENTION = {"flex_attention": "simple_flex_attention", "sdpa": "sdpa", "eager": "eager"}
@@ -42,11 +43,34 @@ class VocabMap:
 
 @dataclass(frozen=True)
 class VerifierWeights:
-    """What training reads of the verifier: embeddings and output layer [V, H], final norm [H]."""
+    """What training reads of the verifier.
+
+    Attributes:
+        embed_tokens: embeddings [V, H] in the stored type.
+        lm_head: output layer [V, H] in the stored type.
+        norm: float32 [H], gain of the final norm times the scale of the logits.
+        norm_bias: float32 [H], times the same; `None`: none.
+        head_bias: float32 [V]; `None`: none.
+        formula: how logits are made of them.
+    """
 
     embed_tokens: torch.Tensor
     lm_head: torch.Tensor
     norm: torch.Tensor
+    norm_bias: torch.Tensor | None = None
+    head_bias: torch.Tensor | None = None
+    formula: HeadFormula = HeadFormula("rms", 0.0, 1e-6)
+
+    def norm_module(self) -> FinalNorm:
+        """The final norm, with the logits' scale."""
+        return FinalNorm(self.formula, HeadWeights(self.lm_head, self.norm, self.norm_bias, self.head_bias))
+
+    def output_layer(self, ids: torch.Tensor | None = None) -> OutputLayer:
+        """The output layer; `ids`: of these tokens only, in this order."""
+        rows = self.lm_head if ids is None else self.lm_head[ids]
+        bias = self.head_bias if ids is None or self.head_bias is None else self.head_bias[ids]
+        # Frozen weights are cast on every use if they are not in the compute type already.
+        return OutputLayer(self.formula, rows if rows.dtype == torch.bfloat16 else rows.float(), bias)
 
 
 def load_vocab_map(path: Path, vocab_size: int) -> VocabMap:
@@ -70,32 +94,30 @@ def load_vocab_map(path: Path, vocab_size: int) -> VocabMap:
 
 
 def load_verifier_weights(path: Path, verifier: PretrainedConfig) -> VerifierWeights:
-    """Reads three tensors of the verifier, from whatever shards hold them.
+    """Reads what makes the verifier's logits, and its embeddings, from whatever files hold them.
 
     Raises:
-        TrainingError: one is missing, quantised or of another shape.
+        TrainingError: a tensor is missing, quantised or of another shape, or the logits follow no known formula.
     """
-    names = ["embed_tokens.weight", "lm_head.weight", "model.norm.weight"]
+    size = verifier.vocab_size
     try:
-        found = load_model_layers(names, str(path))
-    except (OSError, ValueError, SafetensorError) as error:
-        raise TrainingError(f"the verifier's weights in {path} cannot be read: {error}") from error
-    if getattr(verifier, "tie_word_embeddings", False) and names[1] not in found:
-        found[names[1]] = found[names[0]]
-    table = [verifier.vocab_size, verifier.hidden_size]
-    for name, shape in zip(names, (table, table, table[1:]), strict=True):
-        tensor = found.get(name)
-        if tensor is None or list(tensor.shape) != shape or tensor.dtype not in _FLOAT_TYPES:
-            described = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-            raise TrainingError(f"{path}: the verifier's {name} is {described}, expected an unquantised {shape}")
-    norm = found[names[2]].float()
-    if verifier.model_type in GEMMA_STYLE_FINAL_NORM_MODEL_TYPES:
-        # These families store the gain less one.
-        norm = norm + 1
-    return VerifierWeights(found[names[0]], found[names[1]], norm)
+        asked = ask(path)
+        if asked.formula is None:
+            raise TrainingError(f"{path}: how this verifier makes logits is not known: {asked.formula_source}")
+        found = head_tensors(path, asked)
+        embedding, head = _read(found.embedding, size), None if found.head == found.embedding else found.head
+        lm_head = embedding if head is None else _read(head, size)
+        norm, norm_bias = (None if one is None else _read(one) for one in (found.norm, found.norm_bias))
+        head_bias = None if found.head_bias is None else _read(found.head_bias, size)
+    except (ConfigError, OSError, ValueError, SafetensorError) as error:
+        raise TrainingError(f"the verifier's weights cannot be read: {error}") from error
+    folded = fold(asked.formula, lm_head, norm, norm_bias, head_bias)
+    return VerifierWeights(embedding, lm_head, folded.norm, folded.norm_bias, folded.head_bias, asked.formula)
 
 
-_FLOAT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+def _read(tensor: Tensor, num_rows: int | None = None) -> torch.Tensor:
+    with safe_open(tensor.file, framework="pt") as file:
+        return file.get_slice(tensor.name)[:num_rows]
 
 
 def build_draft(
@@ -113,18 +135,14 @@ def build_draft(
     rows = weights.lm_head[vocab_map.verifier_ids]
     with torch.no_grad():
         model.lm_head.weight.copy_(rows)
-    frozen_parts = [
-        (model.embed_tokens, weights.embed_tokens),
-        (model.verifier_lm_head, rows),
-        (model.verifier_norm, weights.norm),
-    ]
+    frozen_parts = [(model.embed_tokens, weights.embed_tokens)]
     if not job.training.train_lm_head:
         frozen_parts.append((model.lm_head, rows))
     # Frozen weights are cast on every use if they are not in the compute type already.
     for module, value in frozen_parts:
         frozen = value if value.dtype == torch.bfloat16 else value.float()
         module.weight = torch.nn.Parameter(frozen.clone(), requires_grad=False)
-    model.verifier_norm.variance_epsilon = verifier_norm_eps(verifier)
+    model.verifier_norm, model.verifier_lm_head = weights.norm_module(), weights.output_layer(vocab_map.verifier_ids)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_is_trained(name, job))
     return model

@@ -11,43 +11,13 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from transformers import LlamaConfig
 
 from eagle3_pipeline.errors import TrainingError
+from eagle3_pipeline.training.draft_config import expected_tensors
 from eagle3_pipeline.training.draft_model import WEIGHTS_NAME, VocabMap
 from eagle3_pipeline.training.job import Job
 
 CONFIG_NAME = "config.json"
 # Without a limit of this size Transformers splits large drafts over several files.
 _ONE_FILE = "1TB"
-
-
-def expected_tensors(layers: LlamaConfig, draft_vocab_size: int, num_aux: int, norm_before_fc: bool) -> dict[str, Any]:
-    """Type and shape of every tensor that vLLM needs, written down independently of the model class.
-
-    vLLM does not report a missing tensor: a norm would stay at ones, `fc` uninitialised, `d2t` the identity.
-    """
-    hidden, inner = layers.hidden_size, layers.intermediate_size
-    query, key = layers.num_attention_heads * layers.head_dim, layers.num_key_value_heads * layers.head_dim
-    shapes: dict[str, list[int]] = {
-        "embed_tokens.weight": [layers.vocab_size, hidden],
-        "fc.weight": [hidden, num_aux * hidden],
-        "layers.0.hidden_norm.weight": [hidden],
-        "layers.0.input_layernorm.weight": [hidden],
-        "layers.0.self_attn.q_proj.weight": [query, 2 * hidden],
-        "layers.0.self_attn.k_proj.weight": [key, 2 * hidden],
-        "layers.0.self_attn.v_proj.weight": [key, 2 * hidden],
-        "layers.0.self_attn.o_proj.weight": [hidden, query],
-        "layers.0.post_attention_layernorm.weight": [hidden],
-        "layers.0.mlp.gate_proj.weight": [inner, hidden],
-        "layers.0.mlp.up_proj.weight": [inner, hidden],
-        "layers.0.mlp.down_proj.weight": [hidden, inner],
-        "norm.weight": [hidden],
-        "lm_head.weight": [draft_vocab_size, hidden],
-    }
-    if norm_before_fc:
-        shapes["input_norm.weight"] = [num_aux * hidden]
-    expected: dict[str, Any] = {name: ("BF16", shape) for name, shape in shapes.items()}
-    if draft_vocab_size != layers.vocab_size:
-        expected |= {"d2t": ("I64", [draft_vocab_size]), "t2d": ("BOOL", [layers.vocab_size])}
-    return expected
 
 
 def export_draft(model: Eagle3DraftModel, folder: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from eagle3_pipeline.data.verifier_head import VerifierHead, load_head
 from eagle3_pipeline.errors import CaptureError
 from eagle3_pipeline.stages.next_token import check_greedy, check_sampled, spread_rows
+from eagle3_pipeline.verifiers.formula import HeadFormula
 from eagle3_pipeline_tests.state_parity import reference_states
 from eagle3_pipeline_tests.tiny_model import VOCAB_SIZE, make_tiny_llama
 
@@ -79,7 +80,8 @@ def test_wrong_states_are_refused(head: VerifierHead, greedy: tuple, kind: str) 
 
 def confident_head(hidden: int, vocab: int) -> VerifierHead:
     """A head whose token i is as likely as component i is large."""
-    return VerifierHead(np.ones(hidden, np.float32), 1e-6, np.eye(vocab, hidden, dtype=np.float32) * 4, lambda x: x)
+    rows = np.eye(vocab, hidden, dtype=np.float32) * 4
+    return VerifierHead(HeadFormula("rms", 0.0, 1e-6), lambda block: rows[block], vocab)
 
 
 def test_sampled_text_that_the_states_make_likely_passes_and_garbage_does_not() -> None:
@@ -110,6 +112,7 @@ def test_only_the_file_of_the_head_is_opened(folder: Path, tmp_path: Path, monke
     names = {
         "model.norm.weight": "b.safetensors",
         "lm_head.weight": "b.safetensors",
+        "model.embed_tokens.weight": "b.safetensors",
         "model.layers.0.x": "a.safetensors",
     }
     (tmp_path / "split" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))

@@ -98,10 +98,9 @@ def test_aux_layers_out_of_range(ids: tuple[int, ...]) -> None:
         check_aux_layers(ids, LlamaConfig(num_hidden_layers=4))
 
 
-def test_scaled_logits_are_refused(tmp_path: Path) -> None:
+def test_scaled_logits_are_read(tmp_path: Path) -> None:
     Gemma2Config().save_pretrained(tmp_path)
-    with pytest.raises(TrainingError, match="verifiers with final_logit_softcapping"):
-        read_verifier_config(tmp_path, False)
+    assert read_verifier_config(tmp_path, False).final_logit_softcapping == 30.0
 
 
 def test_unreadable_verifier(tmp_path: Path) -> None:

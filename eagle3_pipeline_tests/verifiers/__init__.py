@@ -1,0 +1,1 @@
+"""What Transformers says of verifiers, and how their tensors are found."""
