@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from eagle3_pipeline.config.cron import cron_problem
 from eagle3_pipeline.config.fields import Section, execution, locator, semantic
 
 
@@ -241,6 +242,13 @@ class ScheduleSpec(Section):
     min_fresh_fraction: float = execution(
         1.0, "vocabulary and training need at least this share of the chunks; the others are left out", gt=0, le=1
     )
+
+    @field_validator("cron")
+    @classmethod
+    def _check_cron(cls, text: str) -> str:
+        if problem := cron_problem(text):
+            raise ValueError(f"{text!r} is no cron expression: {problem}")
+        return text
 
     @field_validator("timezone")
     @classmethod

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from eagle3_pipeline.data.conversations import Message
-from eagle3_pipeline.errors import ConfigError, TemplateRefusedError
+from eagle3_pipeline.errors import ConfigError, TemplateRefusedError, with_causes
 
 
 class ChatTemplate:
@@ -59,7 +59,7 @@ class ChatTemplate:
             )
         except Exception as error:  # templates raise whatever they like through Jinja
             raise TemplateRefusedError(
-                f"the chat template refused a conversation of {len(messages)} turns: {error}"
+                f"the chat template refused a conversation of {len(messages)} turns: {with_causes(error)}"
             ) from error
 
     def unstopped_end(self) -> str | None:
@@ -115,4 +115,4 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # Transformers raises many types for one condition: unusable tokenizer files
-        raise ConfigError(f"cannot load the tokenizer of {path}: {error}") from error
+        raise ConfigError(f"cannot load the tokenizer of {path}: {with_causes(error)}") from error

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle3_pipeline.config import DatasetSpec, expand
-from eagle3_pipeline.errors import DataError
+from eagle3_pipeline.errors import DataError, with_causes
 from eagle3_pipeline.store.fingerprint import canonical_json
 
 _BLOCK_BYTES = 1 << 20
@@ -84,7 +84,7 @@ def read_rows(
             yield from _jsonl_rows(Path(file), start, byte_start, count, spec.max_row_bytes)
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         gone = "; if it was moved or removed, run eagle3 sync-chunks" if isinstance(error, FileNotFoundError) else ""
-        raise DataError(f"cannot read {file}: {error}{gone}") from error
+        raise DataError(f"cannot read {file}: {with_causes(error)}{gone}") from error
 
 
 def _jsonl_rows(path: Path, number: int, byte_start: int, count: int | None, limit: int) -> Iterator[RawRow]:
@@ -225,7 +225,9 @@ def open_huggingface(spec: DatasetSpec) -> Any:
             return data[spec.split] if isinstance(data, datasets.DatasetDict) else data
         return datasets.load_dataset(path, spec.subset, split=spec.split)
     except Exception as error:  # `datasets` raises many unrelated types for a source that cannot be had
-        raise DataError(f"cannot load the Hugging Face data set {path!r} (split {spec.split!r}): {error}") from error
+        raise DataError(
+            f"cannot load the Hugging Face data set {path!r} (split {spec.split!r}): {with_causes(error)}"
+        ) from error
 
 
 def _table_row(number: int, value: dict[str, Any] | Exception, limit: int) -> RawRow:
