@@ -69,6 +69,7 @@ def pipeline_checks(context: StageContext) -> list[Check]:
     checks += _attempt("chat template", "renders", lambda: _render(context))[1]
     if checks[-1].passed:
         checks += _attempt("end of an answer", "stops the verifier", lambda: _check_end(context))[1]
+        checks += _attempt("tokenizer", "ids", lambda: chat_template(context).describe_vocabulary())[1]
     checks.append(_check_positions(spec, verifier))
     return checks
 
@@ -141,6 +142,11 @@ def _render(context: StageContext) -> str:
 def _check_end(context: StageContext) -> str:
     template = chat_template(context)
     end = template.unstopped_end()
+    if not template.answer_end().strip():
+        return (
+            f"nothing is written behind an answer; the verifier stops at {template.stop_token_ids}, and passthrough "
+            "trains on one of these where the next turn begins with it"
+        )
     if end is None:
         return f"stop tokens {template.stop_token_ids}"
     raise ConfigError(

@@ -10,12 +10,27 @@ from eagle3_pipeline.stages.context import StageContext
 
 
 def chat_template(context: StageContext) -> ChatTemplate:
-    """The verifier's template with this pipeline's settings."""
+    """The verifier's template with this pipeline's settings.
+
+    Raises:
+        ConfigError: the tokenizer cannot be loaded, or a setting has no effect on its template.
+    """
     spec = context.spec
     tokenizer = load_tokenizer(context.verifier.path, spec.verifier.trust_remote_code)
     kwargs, stop_tokens = spec.generation.chat_template_kwargs, spec.verifier.stop_tokens
     stop_ids = generation_eos_ids(context.verifier.path)
-    return ChatTemplate(tokenizer, spec.verifier.chat_template, kwargs, stop_tokens, stop_ids)
+    template = ChatTemplate(
+        tokenizer,
+        spec.verifier.chat_template,
+        kwargs,
+        stop_tokens,
+        stop_ids,
+        vocab_size=context.verifier.vocab_size,
+        date=spec.generation.template_date,
+        marks=spec.verifier.reasoning_marks,
+    )
+    template.check_arguments()
+    return template
 
 
 def prompt_rows(context: StageContext) -> dict[str, list[dict[str, Any]]]:
