@@ -11,7 +11,7 @@ from typing import Any
 import click
 from tabulate import tabulate
 
-from eagle3_pipeline.config import PipelineSpec, enabled_pipelines, find_pipeline, pipeline_files, project_home
+from eagle3_pipeline.config import PipelineSpec, find_pipeline, load_enabled, pipeline_files, project_home
 from eagle3_pipeline.engine.breaker import forget_distrust, read_failures, reset_failures
 from eagle3_pipeline.engine.state import EngineState
 from eagle3_pipeline.errors import ConfigError, Eagle3Error, StaleInputError
@@ -75,9 +75,12 @@ def home() -> None:
 @main.command()
 def pipelines() -> None:
     """List pipelines, and which are loaded into Dagster (EAGLE3_ENABLED)."""
-    enabled = {spec.name for spec in enabled_pipelines()}
-    rows = [[name, "yes" if name in enabled else "", path] for name, path in sorted(pipeline_files().items())]
+    specs, broken = load_enabled()
+    loaded = {spec.name: "yes" for spec in specs} | dict.fromkeys(broken, "no, see below")
+    rows = [[name, loaded.get(name, ""), path] for name, path in sorted(pipeline_files().items())]
     click.echo(tabulate(rows, ["pipeline", "loaded", "file"]))
+    for name, reason in broken.items():
+        click.secho(f"\n{name} cannot be loaded: {reason}", fg="yellow", err=True)
 
 
 @main.command()

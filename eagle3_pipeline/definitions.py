@@ -1,5 +1,6 @@
 """The Dagster code location: one call per enabled pipeline. Imports neither torch nor vLLM."""
 
+import logging
 import os
 
 import dagster as dg
@@ -20,7 +21,7 @@ from eagle3_pipeline.assets.source_rows import build_source_rows
 from eagle3_pipeline.assets.verifier import build_verifier
 from eagle3_pipeline.assets.verifier_outputs import build_verifier_outputs
 from eagle3_pipeline.assets.vocab_map import build_vocab_map
-from eagle3_pipeline.config import PipelineSpec, enabled_pipelines
+from eagle3_pipeline.config import PipelineSpec, load_enabled
 from eagle3_pipeline.errors import ConfigError
 
 _BUILDERS = (
@@ -65,4 +66,12 @@ def build_definitions(specs: list[PipelineSpec]) -> dg.Definitions:
     )
 
 
-defs = build_definitions(enabled_pipelines())
+def _enabled_definitions() -> dg.Definitions:
+    """Those of the enabled pipelines that can be loaded; the others are named in the log."""
+    specs, broken = load_enabled()
+    for name, reason in broken.items():
+        logging.getLogger(__name__).warning("pipeline %s is enabled (EAGLE3_ENABLED) and left out: %s", name, reason)
+    return build_definitions(specs)
+
+
+defs = _enabled_definitions()

@@ -65,7 +65,7 @@ def run_demo(log: Log) -> None:
 def _prepare(spec: PipelineSpec, log: Log) -> None:
     home = project_home()
     prepare_model(home / "models" / "SmolLM2-135M-Instruct", log)
-    held_out = {prompt.prompt for prompt in load_prompts(spec.evaluation.prompts)}
+    held_out = {text for prompt in load_prompts(spec.evaluation.prompts) for text in prompt.user_texts}
     count = _NUM_CHUNKS * spec.dataset.samples_per_chunk
     prepare_prompts(home / "data" / PIPELINE / "prompts.jsonl", count, held_out, log)
 

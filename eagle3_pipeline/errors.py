@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+_CAUSE_CHARS = 300
+
 
 class Eagle3Error(Exception):
     """Base of all errors a user can meet; its text is complete without a traceback."""
@@ -89,3 +91,25 @@ class EvaluationError(Eagle3Error):
 
 class StaleInputError(Eagle3Error):
     """A stage was asked for before what it depends on was materialised."""
+
+
+def with_causes(error: BaseException) -> str:
+    """An error's text, and that of each error that caused it, in short, where it does not hold it already.
+
+    Libraries wrap what happened in errors of their own, which say only that something did.
+    """
+    told = str(error) or type(error).__name__
+    seen = {id(error)}
+    while (cause := _cause(error)) is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        error = cause
+        text = " ".join(str(cause).split())
+        if len(text) > _CAUSE_CHARS:
+            text = f"{text[: _CAUSE_CHARS // 2]} ... {text[-_CAUSE_CHARS // 2 :]}"
+        if not text or text not in " ".join(told.split()):
+            told += f"; caused by {type(cause).__name__}" + (f": {text}" if text else "")
+    return told
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -19,7 +19,7 @@ from eagle3_pipeline.assets.jobs import UPDATE, job_name
 from eagle3_pipeline.assets.partitions import publish_chunks
 from eagle3_pipeline.assets.runs import process_tag, run_tags, was_interrupted
 from eagle3_pipeline.assets.work import Work, next_work, passes
-from eagle3_pipeline.config import PipelineSpec, enabled_pipelines, project_home
+from eagle3_pipeline.config import PipelineSpec, enabled_names, project_home
 from eagle3_pipeline.errors import Eagle3Error
 from eagle3_pipeline.planning import Plan, plan
 from eagle3_pipeline.stages import identity as ids
@@ -145,7 +145,7 @@ def choose_runner(
 ) -> Runner:
     """The daemon of the running instance if there is one and it knows the pipeline; else this process."""
     if not in_process and daemon_runs(instance):
-        if spec.name in {one.name for one in enabled_pipelines()}:
+        if spec.name in enabled_names():
             return ThroughDaemon(instance, log)
         log(f"{spec.name} is not in EAGLE3_ENABLED, so the daemon does not know it; it runs in this process")
     return InProcess(definitions, instance, log)

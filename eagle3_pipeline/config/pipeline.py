@@ -173,7 +173,33 @@ def find_pipeline(name: str) -> PipelineSpec:
     return load_pipeline(files[name])
 
 
-def enabled_pipelines() -> list[PipelineSpec]:
-    """Pipelines named in `EAGLE3_ENABLED` (comma-separated; default: the demo)."""
+def enabled_names() -> list[str]:
+    """Names in `EAGLE3_ENABLED` (comma-separated; default: the demo)."""
     names = [n.strip() for n in os.environ.get("EAGLE3_ENABLED", DEFAULT_ENABLED).split(",") if n.strip()]
-    return [find_pipeline(name) for name in dict.fromkeys(names)]
+    return list(dict.fromkeys(names))
+
+
+def load_enabled() -> tuple[list[PipelineSpec], dict[str, str]]:
+    """The enabled pipelines that can be loaded, and by name why others cannot: one's file is no fault of another.
+
+    Raises:
+        ConfigError: pipelines are enabled, and none can be loaded.
+    """
+    specs, broken = [], dict[str, str]()
+    for name in enabled_names():
+        try:
+            specs.append(find_pipeline(name))
+        except ConfigError as error:
+            broken[name] = str(error)
+    if broken and not specs:
+        raise ConfigError("\n".join(broken.values()))
+    return specs, broken
+
+
+def enabled_pipelines() -> list[PipelineSpec]:
+    """The enabled pipelines that can be loaded.
+
+    Raises:
+        ConfigError: pipelines are enabled, and none can be loaded.
+    """
+    return load_enabled()[0]

@@ -1,11 +1,13 @@
 """The sections of a pipeline file."""
 
+import datetime
 import zoneinfo
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from eagle3_pipeline.config.fields import Section, execution, locator, semantic
+from eagle3_pipeline.config.cron import cron_problem
+from eagle3_pipeline.config.fields import Section, execution, later, locator, semantic
 
 
 class VerifierSpec(Section):
@@ -17,6 +19,16 @@ class VerifierSpec(Section):
     trust_remote_code: bool = semantic(False, "run Python code that ships with the model (needed for Kimi's tokenizer)")
     chat_template: str | None = semantic(None, "Jinja text that replaces the tokenizer's chat template")
     stop_tokens: list[str] = semantic([], "tokens besides EOS that end a turn, by their text")
+    reasoning_marks: list[str] | None = later(
+        None, "texts before and behind an answer's reasoning, e.g. [<think>, </think>]; null: as the template has them"
+    )
+
+    @field_validator("reasoning_marks")
+    @classmethod
+    def _check_marks(cls, marks: list[str] | None) -> list[str] | None:
+        if marks is not None and (len(marks) != 2 or not all(mark.strip() for mark in marks)):
+            raise ValueError(f"{marks}: expected two texts, the start and the end")
+        return marks
 
 
 class ColumnsSpec(Section):
@@ -73,6 +85,9 @@ class DatasetSpec(Section):
     decontaminate: bool = semantic(
         True, "reject conversations that hold an evaluation prompt, or 13 words of one in a row"
     )
+    reasoning: Literal["auto", "drop"] = later(
+        "auto", "reasoning that a turn holds beside its content; auto: given to the chat template, else in its marks"
+    )
     samples_per_chunk: int = locator(1000, "rows of a chunk; a chunk is a Dagster partition", ge=1)
     max_samples: int | None = locator(None, "use only this many rows of the source", ge=1)
     min_yield: float = execution(
@@ -93,7 +108,12 @@ class GenerationSpec(Section):
     max_new_tokens: int = semantic(1024, "longest answer in tokens", ge=1)
     max_sequence_tokens: int = semantic(4096, "longest training sequence; longer ones are rejected", ge=8)
     truncated: Literal["keep", "drop"] = semantic("keep", "what happens to answers cut at max_new_tokens")
-    chat_template_kwargs: dict[str, Any] = semantic({}, "passed to the chat template, e.g. {thinking: false}")
+    chat_template_kwargs: dict[str, Any] = semantic(
+        {}, "passed to the chat template; only variables that it uses, e.g. {enable_thinking: false} for Qwen3"
+    )
+    template_date: datetime.date = later(
+        datetime.date(2026, 1, 1), "the date that a chat template which asks for the clock is told"
+    )
     min_yield: float = execution(0.5, "fail a chunk if a smaller share of its turns gives a sequence", ge=0, le=1)
     one_pass: Literal["auto", "never"] = execution(
         "auto", "capture hidden states while generating; auto: where sampling from a capturing engine is right"
@@ -247,6 +267,13 @@ class ScheduleSpec(Section):
     min_fresh_fraction: float = execution(
         1.0, "vocabulary and training need at least this share of the chunks; the others are left out", gt=0, le=1
     )
+
+    @field_validator("cron")
+    @classmethod
+    def _check_cron(cls, text: str) -> str:
+        if problem := cron_problem(text):
+            raise ValueError(f"{text!r} is no cron expression: {problem}")
+        return text
 
     @field_validator("timezone")
     @classmethod

@@ -35,6 +35,8 @@ Message = dict[str, str]
 def normalise(row: dict[str, Any], spec: DatasetSpec) -> list[Message] | Rejection:
     """Turns a row into `[{role, content}]` with roles system (first only), user, assistant in alternation.
 
+    An answer that has its reasoning apart from its content has a key `reasoning`, too.
+
     Args:
         row: the decoded row.
         spec: its format, columns and filters.
@@ -50,10 +52,16 @@ def normalise(row: dict[str, Any], spec: DatasetSpec) -> list[Message] | Rejecti
         return turns
     messages: list[Message] = []
     for position, turn in enumerate(turns):
-        problem = _check_turn(position, turn.role, turn.content)
+        problem = _check_turn(position, turn.role, turn.content) or _check_text(position, turn.reasoning)
         if problem:
             return problem
-        messages.append({"role": _ROLES[turn.role.strip().lower()], "content": turn.content})
+        message = {"role": _ROLES[turn.role.strip().lower()], "content": turn.content}
+        if message["role"] == "assistant" and turn.reasoning is not None:
+            if not isinstance(turn.reasoning, str):
+                kind = type(turn.reasoning).__name__
+                return Rejection("wrong_shape", f"turn {position} has reasoning of type {kind}")
+            message["reasoning"] = turn.reasoning
+        messages.append(message)
     problem = _check_order(messages) or check_length(messages, spec.filters) or check_language(row, messages, spec)
     return problem or messages
 
@@ -65,8 +73,12 @@ def _check_turn(position: int, role: Any, content: Any) -> Rejection | None:
         return Rejection("wrong_shape", f"turn {position} has content of type {type(content).__name__}")
     if not content.strip():
         return Rejection("empty", f"turn {position} is empty")
+    return _check_text(position, content)
+
+
+def _check_text(position: int, content: Any) -> Rejection | None:
     try:
-        content.encode("utf-8")
+        (content if isinstance(content, str) else "").encode("utf-8")
     except UnicodeEncodeError as error:
         return Rejection("invalid_text", f"turn {position} is not valid Unicode: {error.reason}")
     return None
@@ -84,5 +96,14 @@ def _check_order(messages: list[Message]) -> Rejection | None:
 
 
 def conversation_id(messages: list[Message]) -> str:
-    """Identity of a conversation: a hash of its turns."""
-    return digest([[m["role"], m["content"]] for m in messages])
+    """Identity of a conversation: a hash of its turns, and of the reasoning of those that have some."""
+    turns = [[m["role"], m["content"], *([m["reasoning"]] if m.get("reasoning") else [])] for m in messages]
+    return digest(turns)
+
+
+def conversation_schema(has_reasoning: bool) -> pa.Schema:
+    """The schema of conversations: that of earlier releases, where no turn has reasoning."""
+    if not has_reasoning:
+        return CONVERSATION_SCHEMA
+    message = pa.struct([*_MESSAGE, ("reasoning", pa.string())])
+    return CONVERSATION_SCHEMA.set(2, pa.field("messages", pa.list_(message)))

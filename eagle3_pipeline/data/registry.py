@@ -57,17 +57,32 @@ class Chunk:
         offsets = [row - self.row_start for row in self.duplicate_rows]
         return digest({"rows": self.content_hash, "num_rows": self.num_rows, "duplicates": offsets})
 
-    def check_content(self, digests: list[bytes]) -> None:
+    def holds(self, digests: list[bytes]) -> bool:
+        """Whether rows of these digests are the registered content."""
+        return len(digests) == self.num_rows and _content_hash(digests) == self.content_hash
+
+    def check_content(self, digests: list[bytes], spec: DatasetSpec | None = None) -> None:
         """Compares the rows' digests with the registered content.
+
+        Args:
+            digests: of the rows as they are read now.
+            spec: to read the rows once more as release 0.1.0 did, which may have registered them.
 
         Raises:
             DataError: the file changed since the last sync.
         """
-        if len(digests) != self.num_rows or _content_hash(digests) != self.content_hash:
+        if not self.holds(digests) and not (spec and self._held_by_0_1_0(spec)):
             raise DataError(
                 f"chunk {self.key}: {self.file} changed since the chunk was registered "
                 f"({len(digests)} rows found, {self.num_rows} registered); run eagle3 sync-chunks"
             )
+
+    def _held_by_0_1_0(self, spec: DatasetSpec) -> bool:
+        """Whether the rows are the registered content as release 0.1.0 saw it: of all columns, not the named ones."""
+        if self.file.endswith(".jsonl") or not self.num_rows:
+            return False
+        rows = read_rows(spec, self.file, self.row_start, self.byte_start, self.num_rows, as_0_1_0=True)
+        return self.holds([row.digest for row in rows])
 
 
 @dataclass(frozen=True)
@@ -216,7 +231,7 @@ def _scan(spec: DatasetSpec, old: list[Chunk], seen: SeenSources, deadline: floa
         for previous, block in _cut(rows, known[file], spec.samples_per_chunk):
             key = previous.key if previous else f"{next_key:06d}"
             next_key += previous is None
-            by_key[key] = _describe(key, file, block)
+            by_key[key] = _as_registered(previous, _describe(key, file, block), spec)
             conversations[key] = b"".join(row.conversation for row in block)
             budget.spend(len(block))
     by_key = _mark_duplicates(by_key, conversations)
@@ -261,6 +276,14 @@ def _cut(rows: Iterator[_Row], known: list[Chunk], size: int) -> Iterator[tuple[
 def _describe(key: str, file: str, rows: list[_Row]) -> Chunk:
     first = rows[0]
     return Chunk(key, file, first.number, len(rows), first.byte_start, _content_hash([row.digest for row in rows]))
+
+
+def _as_registered(previous: Chunk | None, found: Chunk, spec: DatasetSpec) -> Chunk:
+    """What was found, with the hash that release 0.1.0 registered if the rows are still those."""
+    if previous is None or previous.content_hash == found.content_hash or previous.num_rows != found.num_rows:
+        return found
+    same = replace(found, content_hash=previous.content_hash)
+    return same if same._held_by_0_1_0(spec) else found
 
 
 def _scan_row(row: RawRow, spec: DatasetSpec) -> _Row:

@@ -9,6 +9,7 @@ import pyarrow as pa
 from eagle3_pipeline.config import GenerationSpec
 from eagle3_pipeline.data.chat_template import ChatTemplate
 from eagle3_pipeline.data.conversations import Message
+from eagle3_pipeline.data.reasoning import split_reasoning, without_reasoning
 from eagle3_pipeline.data.rejection import Rejection
 from eagle3_pipeline.errors import TemplateRefusedError
 from eagle3_pipeline.store.fingerprint import digest
@@ -32,7 +33,6 @@ TOKEN_COUNT_SCHEMA = pa.schema([("token_id", pa.int32()), ("count", pa.int64())]
 REJECTED_SCHEMA = pa.schema(
     [("conversation_id", pa.string()), ("turn", pa.int32()), ("reason", pa.string()), ("detail", pa.string())]
 )
-_REASONING_START, _REASONING_END = "<think>", "</think>"
 # A marker that is no token of its own takes a few.
 _OPENING_TOKENS = 16
 
@@ -94,14 +94,16 @@ def make_prompts(
     for turn, message in enumerate(messages):
         if message["role"] != "user":
             continue
-        history = [*_without_reasoning(messages[:turn]), message]
+        history = [*_without_reasoning(messages[:turn], template), message]
         try:
             ids = template.encode(template.render(history, generation_prompt=True))
         except TemplateRefusedError as error:
             prompts.append(RejectedTurn(conversation_id, turn, Rejection("template_refused", str(error))))
             continue
         needed = len(ids) + spec.max_new_tokens
-        if needed > spec.max_sequence_tokens:
+        if outside := template.outside_vocabulary(ids):
+            prompts.append(RejectedTurn(conversation_id, turn, Rejection("outside_vocabulary", outside)))
+        elif needed > spec.max_sequence_tokens:
             detail = f"{len(ids)} prompt tokens + {spec.max_new_tokens} new > {spec.max_sequence_tokens}"
             prompts.append(RejectedTurn(conversation_id, turn, Rejection("too_long", detail)))
         else:
@@ -127,8 +129,8 @@ def sequence_from_answer(
     if answer["finish_reason"] == "length" and spec.truncated == "drop":
         rejection = Rejection("truncated_generation", f"cut at {len(sampled)} tokens")
         return RejectedTurn(prompt.conversation_id, prompt.turn, rejection)
-    is_thinking = template.decode(prompt.input_ids[-_OPENING_TOKENS:]).rstrip().endswith(_REASONING_START)
-    reasoning, text = _split_reasoning(template.decode(sampled), is_thinking)
+    is_thinking = template.is_thinking(template.decode(prompt.input_ids[-_OPENING_TOKENS:]))
+    reasoning, text = split_reasoning(template.decode(sampled), [template.marks], is_thinking)
     logprob = answer.get("cumulative_logprob")
     return Sequence(
         prompt.sequence_id,
@@ -144,24 +146,14 @@ def sequence_from_answer(
     )
 
 
-def _split_reasoning(text: str, is_thinking: bool = False) -> tuple[str, str]:
-    """Reasoning and what follows it. An answer that was cut while the verifier was thinking is reasoning only."""
-    before, marker, after = text.partition(_REASONING_END)
-    if is_thinking and not marker:
-        return text, ""
-    return (before + marker, after) if marker else ("", text)
-
-
-def _without_reasoning(messages: list[Message]) -> list[Message]:
+def _without_reasoning(messages: list[Message], template: ChatTemplate) -> list[Message]:
     """History as a verifier sees it: of past answers only what follows their reasoning."""
     return [
-        {**m, "content": m["content"].rpartition(_REASONING_END)[2].lstrip()} if _has_reasoning(m) else m
+        {"role": m["role"], "content": without_reasoning(m["content"], [template.marks])}
+        if m["role"] == "assistant"
+        else m
         for m in messages
     ]
-
-
-def _has_reasoning(message: Message) -> bool:
-    return message["role"] == "assistant" and _REASONING_END in message["content"]
 
 
 def passthrough_sequences(
@@ -203,7 +195,7 @@ def _passthrough(
 
 def _answer_span(messages: list[Message], turn: int, template: ChatTemplate) -> tuple[str, str] | None:
     """The rendered text before the answer at `turn`, and the answer with its end marker."""
-    history = _without_reasoning(messages[:turn])
+    history = _without_reasoning(messages[:turn], template)
     before = template.render(history, generation_prompt=True)
     through = template.render([*history, messages[turn]], generation_prompt=False)
     return (before, through[len(before) :]) if through.startswith(before) else None
@@ -223,6 +215,8 @@ def _mask_spans(
         detail = "the tokenizer joins the end of an answer, or its beginning, with what is beside it"
         return RejectedTurn(conversation_id, turn, Rejection("template_mismatch", detail))
     ids, starts = encoded
+    if outside := template.outside_vocabulary(ids):
+        return RejectedTurn(conversation_id, turn, Rejection("outside_vocabulary", outside))
     if len(ids) > spec.max_sequence_tokens:
         detail = f"{len(ids)} tokens > {spec.max_sequence_tokens}"
         return RejectedTurn(conversation_id, turn, Rejection("too_long", detail))
@@ -233,9 +227,13 @@ def _mask_spans(
         for i in inside:
             # What the template writes behind the end of the turn (a newline, say) is never sampled.
             mask[i] = not stops or i <= stops[-1]
+        # Families whose turns have no end marker stop at the mark that begins the next turn.
+        behind = inside[-1] + 1 if inside else len(ids)
+        if not stops and behind < len(ids) and ids[behind] in template.stop_token_ids:
+            mask[behind] = True
     if not any(mask):
         return RejectedTurn(conversation_id, turn, Rejection("no_supervised_tokens", "the mask is empty"))
-    reasoning, answer_text = _split_reasoning(spans[-1][1])
+    reasoning, answer_text = split_reasoning(spans[-1][1], [template.marks])
     identity = sequence_id(conversation_id, turn)
     return Sequence(identity, conversation_id, turn, ids, mask, mask.index(True), answer_text, reasoning, "data")
 

@@ -7,6 +7,7 @@ would seem to gain what capture costs.
 """
 
 import contextlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from eagle3_pipeline.stages.capture import captured_tokens, seal_capture
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
 from eagle3_pipeline.stages.engines import timed_engine
 from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
-from eagle3_pipeline.stages.speeds import greedy_sampling, measure_batch_speeds, time_answers, warm_up
-from eagle3_pipeline.stages.templates import prompt_rows
+from eagle3_pipeline.stages.speeds import Prompts, greedy_sampling, measure_batch_speeds, time_answers, warm_up
+from eagle3_pipeline.stages.templates import answer_text, chat_template, prompt_rows, question_rows
 from eagle3_pipeline.store.atomic import fsync_path, write_bytes
 from eagle3_pipeline.store.fingerprint import rows_content_id
 from eagle3_pipeline.store.objects import ArtifactWriter
@@ -49,10 +50,11 @@ def materialise_baseline(context: StageContext) -> StageResult:
 
 
 def _produce(context: StageContext, identity: Identity, writer: ArtifactWriter) -> Produced:
+    prompt_rows(context)
     # What cannot be timed is not answered either.
     context.engines.require_startable(context.timed_engine_spec())
     sequences, starts = _answer_once(context, identity, writer.folder)
-    speeds, started = _measure_speeds(context, identity, writer.folder)
+    speeds, started = _measure_speeds(context, identity, writer.folder, asked(sequences))
     pq.write_table(pa.Table.from_pylist(speeds, SPEED_SCHEMA), writer.folder / SPEEDS)
     total = sum(row["num_new_tokens"] for row in speeds)
     elapsed = sum(row["elapsed_s"] for row in speeds)
@@ -66,14 +68,29 @@ def _produce(context: StageContext, identity: Identity, writer: ArtifactWriter) 
     return Produced(content_id, metrics, checksums=recorded_checksums(writer.folder))
 
 
+def asked(sequences: list[dict[str, Any]]) -> Prompts:
+    """The prompts that were answered, by category: sequence_id, input_ids."""
+    by_category: Prompts = {}
+    for row in sequences:
+        prompt = {"sequence_id": row["sequence_id"], "input_ids": row["input_ids"][: row["num_prompt_tokens"]]}
+        by_category.setdefault(row["text"], []).append(prompt)
+    return by_category
+
+
 def _answer_once(context: StageContext, identity: Identity, folder: Path) -> tuple[list[dict[str, Any]], float]:
     """Answers whose states are sealed in `folder`, and engine starts; an earlier life's are not made again.
 
-    It may have ended in the load that follows.
+    It may have ended in the load that follows. Answers to other prompts than those rendered now are of no use.
     """
     path = folder / SEQUENCES
     if path.exists():
-        return pq.read_table(path).to_pylist(), 0.0
+        sequences = pq.read_table(path).to_pylist()
+        if _answers_these(context, sequences):
+            return sequences, 0.0
+        context.log(f"{context.spec.name}: the evaluation prompts are rendered otherwise than before: answering anew")
+        for left in filter(Path.is_file, folder.iterdir()):
+            left.unlink()
+        shutil.rmtree(context.scratch(identity), ignore_errors=True)
     sequences, starts = _answer(context, identity, folder)
     tokens = captured_tokens(sequences)
     records = written_records(folder, context.verifier.geometry(context.spec.capture))
@@ -87,29 +104,60 @@ def _answer_once(context: StageContext, identity: Identity, folder: Path) -> tup
     return sequences, starts
 
 
+def _answers_these(context: StageContext, sequences: list[dict[str, Any]]) -> bool:
+    """Whether stored answers are those to the prompts as they are rendered now."""
+    stored = {row["sequence_id"]: row for row in sequences}
+    answers: dict[str, str] = {}
+    found = set[str]()
+    number, template = 0, chat_template(context)
+    while rows := _all(question_rows(context, number, answers)):
+        for row in rows:
+            before = stored.get(row["sequence_id"])
+            if before is None or before["input_ids"][: before["num_prompt_tokens"]] != row["input_ids"]:
+                return False
+            sampled = before["input_ids"][before["num_prompt_tokens"] :]
+            answers[row["sequence_id"]] = answer_text(template, row["input_ids"], sampled)
+            found.add(row["sequence_id"])
+        number += 1
+    return found == set(stored)
+
+
+def _all(prompts: Prompts) -> list[dict[str, Any]]:
+    return [row for rows in prompts.values() for row in rows]
+
+
 def _answer(context: StageContext, identity: Identity, folder: Path) -> tuple[list[dict[str, Any]], float]:
-    """Answers with their states in `folder`; engine starts."""
+    """Answers with their states in `folder`; engine starts. Of chats one turn of all of them after the other."""
     sequences: list[dict[str, Any]] = []
-    starts = 0.0
-    for category, rows in prompt_rows(context).items():
-        batch = PromptBatch(
-            f"baseline {category}",
-            context.scratch(identity) / category,
-            rows,
-            greedy_sampling(context),
-            folder,
-            include_output=True,
-            batch_size=context.spec.evaluation.batch_size,
-        )
-        answers, speed = run_prompts(context, context.capturing_engine_spec(), batch)
-        starts += speed["num_engine_starts"]
-        sequences += [_sequence(row, answers[row["sequence_id"]], category) for row in rows]
+    starts, number, texts = 0.0, 0, dict[str, str]()
+    template = chat_template(context)
+    while by_category := question_rows(context, number, texts):
+        scratch = context.scratch(identity) / f"turn-{number + 1}" if number else context.scratch(identity)
+        for category, rows in by_category.items():
+            batch = PromptBatch(
+                f"baseline {category}",
+                scratch / category,
+                rows,
+                greedy_sampling(context),
+                folder,
+                include_output=True,
+                batch_size=context.spec.evaluation.batch_size,
+            )
+            answers, speed = run_prompts(context, context.capturing_engine_spec(), batch)
+            starts += speed["num_engine_starts"]
+            for row in rows:
+                answer = answers[row["sequence_id"]]
+                sequences.append(_sequence(row, answer, category))
+                texts[row["sequence_id"]] = answer_text(template, row["input_ids"], answer["token_ids"])
+        number += 1
     return sequences, starts
 
 
-def _measure_speeds(context: StageContext, identity: Identity, folder: Path) -> tuple[list[dict[str, Any]], float]:
+def _measure_speeds(
+    context: StageContext, identity: Identity, folder: Path, prompts: Prompts
+) -> tuple[list[dict[str, Any]], float]:
     """Speed of each category, and at further batch sizes in `folder`; engine starts."""
-    engine, prompts, speeds = context.timed_engine_spec(), prompt_rows(context), []
+    engine, speeds = context.timed_engine_spec(), []
     with timed_engine(context, engine) as client:
         warm_up(context, engine, identity, prompts)
         for category, rows in prompts.items():

@@ -110,7 +110,7 @@ class StageContext:
         """
         if not self.spec.dataset.decontaminate:
             return Decontamination([])
-        return Decontamination(prompt.prompt for prompt in load_prompts(self.spec.evaluation.prompts))
+        return Decontamination(prompt.user_texts for prompt in load_prompts(self.spec.evaluation.prompts))
 
     def find_verifier(self, offline: bool) -> Verifier:
         """The verifier; `offline`: only if it need not be fetched."""

@@ -18,8 +18,14 @@ from eagle3_pipeline.stages.context import Identity, Produced, StageContext, Sta
 from eagle3_pipeline.stages.draft_checkpoint import run_training_worker, worker_job
 from eagle3_pipeline.stages.engines import timed_engine
 from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
-from eagle3_pipeline.stages.speeds import Timed, compare_batch_speeds, measure_batch_speeds, time_answers, warm_up
-from eagle3_pipeline.stages.templates import prompt_rows
+from eagle3_pipeline.stages.speeds import (
+    Prompts,
+    Timed,
+    compare_batch_speeds,
+    measure_batch_speeds,
+    time_answers,
+    warm_up,
+)
 from eagle3_pipeline.store.fingerprint import rows_content_id
 from eagle3_pipeline.store.objects import Artifact, ArtifactWriter
 
@@ -71,8 +77,10 @@ def _produce(
     context: StageContext, identity: Identity, checkpoint: Artifact, baseline: Artifact, writer: ArtifactWriter
 ) -> Produced:
     simulated, untrained = _simulate(context, identity, checkpoint, baseline)
-    served, started = _serve(context, identity, checkpoint, writer.folder)
-    expected = {row["sequence_id"]: row for row in pq.read_table(baseline.path(baseline_stage.SEQUENCES)).to_pylist()}
+    sequences = pq.read_table(baseline.path(baseline_stage.SEQUENCES)).to_pylist()
+    # What is compared was asked with the very same ids, whatever a template would render today.
+    served, started = _serve(context, identity, checkpoint, writer.folder, baseline_stage.asked(sequences))
+    expected = {row["sequence_id"]: row for row in sequences}
     speeds = {r["category"]: r for r in pq.read_table(baseline.path(baseline_stage.SPEEDS)).to_pylist()}
     notes: list[str] = []
     engine = _engine(context, checkpoint)
@@ -111,10 +119,10 @@ def _engine(context: StageContext, checkpoint: Artifact) -> EngineSpec:
 
 
 def _serve(
-    context: StageContext, identity: Identity, checkpoint: Artifact, folder_of_speeds: Path
+    context: StageContext, identity: Identity, checkpoint: Artifact, folder_of_speeds: Path, prompts: Prompts
 ) -> tuple[list[Served], bool]:
     engine, spec = _engine(context, checkpoint), context.spec.evaluation
-    prompts, served = prompt_rows(context), []
+    served = []
     with timed_engine(context, engine) as client:
         warm_up(context, engine, identity, prompts)
         for category, rows in prompts.items():

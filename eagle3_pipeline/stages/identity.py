@@ -1,12 +1,14 @@
 """Fingerprints of all stages: which semantic keys and which inputs each one reads. The planner uses the same."""
 
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.data.registry import Chunk
+from eagle3_pipeline.data.template_text import reads_clock
 from eagle3_pipeline.data.verifier import Verifier
 from eagle3_pipeline.stages.context import Identity
 from eagle3_pipeline.store.fingerprint import fingerprint
@@ -37,7 +39,7 @@ FORMAT_VERSIONS = {
     DRAFT_EVALUATION: 2,
     PUBLISHED_DRAFT: 1,
 }
-_PASSTHROUGH_KEYS = ("mode", "max_sequence_tokens", "chat_template_kwargs")
+_PASSTHROUGH_KEYS = ("mode", "max_sequence_tokens", "chat_template_kwargs", "template_date")
 
 
 def semantic_part(spec: PipelineSpec, stage: str, verifier: Verifier | None = None) -> dict[str, Any]:
@@ -58,14 +60,15 @@ def semantic_part(spec: PipelineSpec, stage: str, verifier: Verifier | None = No
 def _generation_part(sections: dict[str, Any]) -> dict[str, Any]:
     generation = sections["generation"]
     if generation["mode"] == "passthrough":
-        return {key: generation[key] for key in _PASSTHROUGH_KEYS}
+        return {key: generation[key] for key in _PASSTHROUGH_KEYS if key in generation}
     return generation
 
 
 def _baseline_part(sections: dict[str, Any]) -> dict[str, Any]:
+    rendering = ("chat_template_kwargs", "template_date")
     return {
         "verifier": sections["verifier"],
-        "chat_template_kwargs": sections["generation"]["chat_template_kwargs"],
+        **{key: sections["generation"][key] for key in rendering if key in sections["generation"]},
         "capture": sections["capture"],
         "evaluation": {
             key: sections["evaluation"][key] for key in ("max_new_tokens", "batch_size", "other_batch_sizes")
@@ -109,7 +112,8 @@ def dataset_identity(spec: PipelineSpec, chunk: Chunk, decontamination: str) -> 
 
 def generations_identity(spec: PipelineSpec, verifier: Verifier, dataset_content: str) -> Identity:
     """The training sequences of a chunk."""
-    return identify(spec, SYNTHETIC_GENERATIONS, {"verifier": verifier.content_id, "dataset": dataset_content})
+    inputs = {"verifier": verifier.content_id, "dataset": dataset_content, **_date_told(spec, verifier)}
+    return identify(spec, SYNTHETIC_GENERATIONS, inputs)
 
 
 def hidden_states_identity(spec: PipelineSpec, verifier: Verifier, input_ids_content: str) -> Identity:
@@ -128,8 +132,18 @@ def baseline_identity(spec: PipelineSpec, verifier: Verifier, prompts: bytes) ->
     """The undrafted verifier on the evaluation prompts."""
     layers = list(verifier.geometry(spec.capture).layer_ids)
     prompts_id = hashlib.sha256(prompts).hexdigest()[:32]
-    inputs = {"verifier": verifier.content_id, "layer_ids": layers, "prompts": prompts_id}
+    inputs = {"verifier": verifier.content_id, "layer_ids": layers, "prompts": prompts_id, **_date_told(spec, verifier)}
     return identify(spec, BASELINE, inputs, verifier)
+
+
+def _date_told(spec: PipelineSpec, verifier: Verifier) -> dict[str, str]:
+    """The date in prompts, at its default too, where the template asks for the clock.
+
+    Without it what an earlier release rendered on some day would pass for what is rendered now.
+    """
+    kwargs = json.dumps(spec.semantic_sections["generation"]["chat_template_kwargs"], sort_keys=True)
+    asks = reads_clock(verifier.path, verifier.content_id, spec.verifier.chat_template, kwargs)
+    return {"template_date": spec.generation.template_date.isoformat()} if asks else {}
 
 
 def checkpoint_identity(

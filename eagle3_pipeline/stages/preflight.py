@@ -58,6 +58,7 @@ def pipeline_checks(context: StageContext) -> list[Check]:
     checks += attempt("chat template", "renders", lambda: _render(context))[1]
     if checks[-1].passed:
         checks += attempt("end of an answer", "stops the verifier", lambda: _check_end(context))[1]
+        checks += attempt("tokenizer", "ids", lambda: chat_template(context).describe_vocabulary())[1]
     checks.append(_check_positions(spec, verifier))
     checks += attempt("evaluation prompts", "fit", lambda: _count_prompts(context))[1]
     training = spec.training
@@ -119,6 +120,11 @@ def _render(context: StageContext) -> str:
 def _check_end(context: StageContext) -> str:
     template = chat_template(context)
     end = template.unstopped_end()
+    if not template.answer_end().strip():
+        return (
+            f"nothing is written behind an answer; the verifier stops at {template.stop_token_ids}, and passthrough "
+            "trains on one of these where the next turn begins with it"
+        )
     if end is None:
         return f"stop tokens {template.stop_token_ids}"
     raise ConfigError(

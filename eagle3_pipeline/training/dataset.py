@@ -28,7 +28,7 @@ from speculators.models.eagle3.data import shift_batch
 from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
 from torch.utils.data import DataLoader, Dataset
 
-from eagle3_pipeline.errors import TrainingError
+from eagle3_pipeline.errors import TrainingError, with_causes
 from eagle3_pipeline.store.shards import read_index, shard_name
 from eagle3_pipeline.training.job import ChunkInput
 
@@ -151,7 +151,7 @@ def _check_shard(path: Path, num_layers: int, hidden_size: int) -> np.ndarray:
             shape, dtype = list(states.get_shape()), states.get_dtype()
             input_ids: np.ndarray = file.get_tensor("input_ids")
     except (OSError, RuntimeError, ValueError) as error:
-        raise TrainingError(f"{path} cannot be read: {error}") from error
+        raise TrainingError(f"{path} cannot be read: {with_causes(error)}") from error
     expected = [len(input_ids), num_layers, hidden_size]
     if shape != expected or dtype != "BF16":
         raise TrainingError(

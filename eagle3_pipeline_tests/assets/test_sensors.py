@@ -204,12 +204,3 @@ def test_definitions_hold_everything_once_and_start_nothing_that_launches(pipeli
     }
     jobs = {job.name for job in repository.get_all_jobs()}
     assert {f"fake__{j}" for j in ("prepare_data", "generate_and_capture", "train_and_evaluate", "update")} <= jobs
-
-
-def test_a_wrong_cron_expression_names_the_pipeline(pipeline: Pipeline) -> None:
-    from eagle3_pipeline.definitions import build_definitions
-    from eagle3_pipeline.errors import ConfigError
-
-    pipeline.configure(schedule={"cron": "at night"})
-    with pytest.raises(ConfigError, match="fake: schedule.cron: 'at night' is no cron expression"):
-        build_definitions([pipeline.spec])

@@ -58,7 +58,16 @@ def test_accepted_shapes(row: dict, row_format: str, expected: list | None) -> N
         ({"text": "x", "id": 3}, "wrong_shape", "no auto row; its columns: 'text', 'id'"),
         ({"messages": "hello"}, "wrong_shape", "messages is str, expected a list of turns"),
         ({"messages": None}, "wrong_shape", "messages is NoneType, expected a list of turns"),
-        ({"messages": ["hello"]}, "wrong_shape", "no auto row; its columns: 'messages'"),
+        (
+            {"messages": ["hello"]},
+            "wrong_shape",
+            "no auto row; its columns: 'messages'; messages is a list of text",
+        ),
+        (
+            {"messages": [["role", "user"]]},
+            "wrong_shape",
+            "no auto row; its columns: 'messages'; messages is a list of list",
+        ),
         ({"messages": [{"role": "user"}]}, "wrong_shape", "turn 0 has content of type NoneType"),
         ({"messages": [_turn("user", 3)]}, "wrong_shape", "turn 0 has content of type int"),
         ({"prompt": None}, "wrong_shape", "turn 0 has content of type NoneType"),

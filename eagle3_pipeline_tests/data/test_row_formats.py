@@ -1,12 +1,20 @@
 """Formats, column names, content parts and tool calls."""
 
+import datetime
+import hashlib
+import json
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from eagle3_pipeline.config import DatasetSpec
-from eagle3_pipeline.data.conversations import normalise
+from eagle3_pipeline.data.conversations import conversation_id, normalise
 from eagle3_pipeline.data.rejection import Rejection
+from eagle3_pipeline.data.row_formats import unread_keys
+from eagle3_pipeline.data.sources import read_rows
 
 
 def spec(**dataset: Any) -> DatasetSpec:
@@ -183,3 +191,109 @@ def test_calls_that_are_nested_too_deeply_are_rejected() -> None:
     assert normalise({"messages": turns}, spec(tool_turns="text")) == Rejection(
         "wrong_shape", "values are nested too deeply"
     )
+
+
+# --- one meaning, several spellings -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nothing", [None, [], {}, "", " ", "[]", "{}", "null", "None"])
+@pytest.mark.parametrize("key", ["tool_calls", "function_call"])
+def test_no_call_is_no_call_however_it_is_spelled(nothing: Any, key: str) -> None:
+    turns = [{"role": "user", "content": "q", key: nothing}, {"role": "assistant", "content": "a", key: nothing}]
+    assert normalise({"messages": turns}, spec()) == [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a"},
+    ]
+
+
+def test_calls_and_turns_may_be_json_texts() -> None:
+    call = [{"function": {"name": "f", "arguments": {"x": 1}}}]
+    answer = {"role": "assistant", "content": "", "tool_calls": call}
+    turns = [{"role": "user", "content": "q"}, answer]
+    given = spec(tool_turns="text")
+    expected = normalise({"messages": turns}, given)
+    assert expected == [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": '[{"function": {"name": "f", "arguments": {"x": 1}}}]'},
+    ]
+    as_text = [turns[0], answer | {"tool_calls": json.dumps(call)}]
+    for spelled in (as_text, json.dumps(turns), json.dumps(as_text), [json.dumps(turn) for turn in turns]):
+        assert normalise({"messages": spelled}, given) == expected
+    assert normalise({"messages": as_text}, spec()).reason == "tool_turn"  # type: ignore[union-attr]
+    assert normalise({"messages": "[not json"}, given).detail == "messages is str, expected a list of turns"  # type: ignore[union-attr]
+
+
+def test_a_call_that_json_cannot_spell_is_rejected_and_a_date_is_its_text() -> None:
+    def row(value: Any) -> dict[str, Any]:
+        call = {"name": "f", "arguments": {"x": value}}
+        return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "function_call": call}]}
+
+    given = spec(tool_turns="text")
+    (_, answer) = normalise(row(datetime.date(2025, 1, 2)), given)
+    assert answer["content"] == '{"name": "f", "arguments": {"x": "2025-01-02"}}'
+    rejected = normalise(row({1, 2}), given)
+    assert rejected == Rejection("wrong_shape", "turn 1 has a call that JSON cannot spell: set")
+
+
+def test_keys_that_a_table_fills_with_nulls_are_no_part_of_a_call(tmp_path: Path) -> None:
+    def turns(name: str, **arguments: Any) -> list[dict[str, Any]]:
+        call = [{"function": {"name": name, "arguments": arguments}}]
+        return [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": call}]
+
+    rows = [{"messages": turns("weather", city="Oslo")}, {"messages": turns("stocks", ticker="ACME", days=3)}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    given = spec(tool_turns="text")
+    found = [normalise(row.value or {}, given) for row in read_rows(given, str(tmp_path / "a.parquet"))]
+    assert [one[1]["content"] for one in found if isinstance(one, list)] == [
+        '[{"function": {"name": "weather", "arguments": {"city": "Oslo"}}}]',
+        '[{"function": {"name": "stocks", "arguments": {"ticker": "ACME", "days": 3}}}]',
+    ]
+    # Written out in JSON a null is an argument.
+    kept = normalise({"messages": turns("weather", city=None)}, given)
+    assert '{"city": null}' in kept[1]["content"]  # type: ignore[index]
+
+
+def test_maps_are_objects(tmp_path: Path) -> None:
+    kind = pa.list_(pa.map_(pa.string(), pa.string()))
+    turns = [[("role", "user"), ("content", "from Spark")], [("role", "assistant"), ("content", "a")]]
+    twice = [[("role", "user"), ("role", "system"), ("content", "x")]]
+    pq.write_table(pa.table({"messages": pa.array([turns, twice], kind)}), tmp_path / "a.parquet")
+    first, second = read_rows(spec(), str(tmp_path / "a.parquet"))
+    assert normalise(first.value or {}, spec()) == [
+        {"role": "user", "content": "from Spark"},
+        {"role": "assistant", "content": "a"},
+    ]
+    assert (second.value, second.reason) == (None, "unreadable_row")
+
+
+# --- what a turn says beside its content ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_beside_the_content_is_kept_or_dropped_by_a_setting(key: str) -> None:
+    turns = [{"role": "user", "content": "q", key: "no answer"}, {"role": "assistant", "content": "a", key: "why"}]
+    assert normalise({"messages": turns}, spec()) == [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a", "reasoning": "why"},
+    ]
+    plain = normalise({"messages": turns}, spec(reasoning="drop"))
+    assert plain == [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    assert unread_keys({"messages": turns}, spec(reasoning="drop")) == {key: 2}
+    turns[1][key] = 7  # type: ignore[assignment]
+    assert normalise({"messages": turns}, spec()) == Rejection("wrong_shape", "turn 1 has reasoning of type int")
+
+
+def test_the_identity_of_a_conversation_without_reasoning_is_that_of_earlier_releases() -> None:
+    plain = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    expected = hashlib.sha256(b'[["user","q"],["assistant","a"]]').hexdigest()[:32]
+    assert conversation_id(plain) == conversation_id([plain[0], plain[1] | {"reasoning": None}]) == expected  # type: ignore[dict-item,list-item]
+    assert conversation_id([plain[0], plain[1] | {"reasoning": "r"}]) != expected
+
+
+def test_keys_that_nothing_reads_are_counted_where_they_say_something() -> None:
+    turns = [
+        {"role": "user", "content": "q", "name": "Ann", "weight": None, "refusal": ""},
+        {"role": "assistant", "content": "a", "name": "Bot", "weight": 0, "tool_calls": []},
+    ]
+    assert unread_keys({"messages": turns}, spec()) == {"name": 2, "weight": 1}
+    assert unread_keys({"prompt": "q", "id": 3}, spec()) == {}

@@ -90,7 +90,7 @@ def test_a_range_of_a_parquet_file_crosses_row_groups(
     path = source / "a.parquet"
     values = [{"n": i, "prompt": f"p{i}"} for i in range(10)]
     pq.write_table(pa.Table.from_pylist(values), path, row_group_size=3)
-    rows = list(read_rows(make_spec().dataset, str(path), start=start, count=count))
+    rows = list(read_rows(make_spec(columns={"source": "n"}).dataset, str(path), start=start, count=count))
     end = 10 if count is None else min(10, start + count)
     assert [(r.number, r.value) for r in rows] == [(i, values[i]) for i in range(start, end)]
 
@@ -178,8 +178,10 @@ def test_rows_with_values_that_python_does_not_know_are_rejected_alone(
     source: Path, make_spec: SpecMaker, odd: pa.Array
 ) -> None:
     pq.write_table(pa.table({"prompt": ["a", "b", "c"], "at": odd}), source / "a.parquet")
-    rows = list(read_rows(make_spec().dataset, str(source / "a.parquet")))
+    rows = list(read_rows(make_spec(columns={"source": "at"}).dataset, str(source / "a.parquet")))
     assert [row.number for row in rows] == [0, 1, 2]
+    # Of a column that nobody names they are not even read.
+    assert {row.reason for row in read_rows(make_spec().dataset, str(source / "a.parquet"))} == {""}
     assert rows[1].reason == "unreadable_row" and rows[1].raw
     assert {row.reason for row in rows} <= {"", "unreadable_row"}
 
@@ -247,7 +249,7 @@ def _huggingface(folder: Path, **more: object) -> PipelineSpec:
 
 
 def test_a_saved_hugging_face_folder_is_read_by_range(huggingface_folder: Path) -> None:
-    spec = _huggingface(huggingface_folder)
+    spec = _huggingface(huggingface_folder, columns={"source": "id"})
     rows = list(read_rows(spec.dataset, spec.dataset.path, start=2, count=2))
     assert [(r.number, r.value["id"], r.value["conversations"][0]["value"]) for r in rows if r.value] == [
         (2, 2, "q2"),

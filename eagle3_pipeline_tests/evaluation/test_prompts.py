@@ -1,5 +1,6 @@
 """Files of evaluation prompts."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,62 @@ def test_the_demos_prompts_have_several_categories() -> None:
     prompts = load_prompts("builtin:demo")
     assert len({prompt.identity for prompt in prompts}) == len(prompts)
     assert len({prompt.category for prompt in prompts}) >= 2
+
+
+# --- chats ------------------------------------------------------------------------------------------------------------
+
+
+def test_texts_and_messages_are_chats_and_one_text_is_a_prompt(tmp_path: Path) -> None:
+    lines = [
+        '{"category": "w", "prompt": ["Write.", "Shorter."]}',
+        '{"category": "w", "turns": ["Write.", "Longer."], "prompt": null}',
+        '{"category": "c", "messages": [{"role": "developer", "content": "s"}, {"role": "user", "content": "q"},'
+        ' {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]}',
+        '{"category": "c", "prompt": [{"role": "user", "content": "hello"}]}',
+        '{"category": "c", "prompt": ["one"]}',
+    ]
+    writing, longer, chat, hello, one = load_prompts(_write(tmp_path, "\n".join(lines)))
+    assert writing == EvaluationPrompt("w", "Shorter.", (("user", "Write."), ("user", "Shorter.")))
+    assert longer.user_texts == ["Write.", "Longer."] and longer.identity != writing.identity
+    assert chat.messages == (("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "r"))
+    assert hello == EvaluationPrompt("c", "hello") and one == EvaluationPrompt("c", "one")
+
+
+def test_the_identity_of_a_plain_prompt_is_that_of_earlier_releases() -> None:
+    # sha256 of ["a","x"], the first 32 digits.
+    assert EvaluationPrompt("a", "x").identity == hashlib.sha256(b'["a","x"]').hexdigest()[:32]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"category": "a", "prompt": null}', "'prompt' is null"),
+        ('{"category": "a", "prompt": 7}', "'prompt' is int"),
+        ('{"category": "a", "prompt": {"text": "x"}}', "'prompt' is dict"),
+        ('{"category": "a", "prompt": []}', "an empty list"),
+        ('{"category": "a", "prompt": [["x"]]}', "turn 0 is list"),
+        ('{"category": "a", "prompt": ["x", 3]}', "turn 1 is int"),
+        ('{"category": "a", "prompt": ["x", " "]}', "turn 1 is empty"),
+        ('{"category": 3, "prompt": "x"}', "'category' is int"),
+        ('{"category": null, "prompt": "x"}', "'category' is null"),
+        ('{"prompt": "x"}', "'category' is missing"),
+        ('{"category": "a", "prompt": "x", "turns": ["y"]}', "'prompt' and 'turns' are given"),
+        ('{"category": "a", "messages": "x"}', "'messages' is str"),
+        ('{"category": "a", "messages": [{"role": "tool", "content": "x"}]}', "turn 0 has role 'tool'"),
+        ('{"category": "a", "messages": [{"content": "x"}]}', "turn 0 has role None"),
+        ('{"category": "a", "messages": [{"role": "user", "content": null}]}', "turn 0 is NoneType"),
+        ('{"category": "a", "messages": [{"role": "assistant", "content": "x"}]}', "ends with a turn of the assistant"),
+        (
+            '{"category": "a", "messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}]}',
+            "turn 0 is the assistant's and follows no turn of the user",
+        ),
+        (
+            '{"category": "a", "messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "x"}]}',
+            "a system turn that is not the first",
+        ),
+    ],
+)
+def test_anything_else_is_refused_with_its_line(tmp_path: Path, line: str, expected: str) -> None:
+    location = _write(tmp_path, f'{{"category": "a", "prompt": "fine"}}\n{line}\n')
+    with pytest.raises(ConfigError, match=rf"prompts\.jsonl line 2: expected .*{expected}"):
+        load_prompts(location)

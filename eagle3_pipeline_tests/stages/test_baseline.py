@@ -12,11 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle3_pipeline.config import PipelineSpec
+from eagle3_pipeline.data.chat_template import ChatTemplate, load_tokenizer
 from eagle3_pipeline.engine.spec import EngineSpec
-from eagle3_pipeline.errors import EngineError
+from eagle3_pipeline.errors import ConfigError, EngineError
 from eagle3_pipeline.stages import baseline, speeds
 from eagle3_pipeline.stages.context import StageContext
 from eagle3_pipeline.stages.engines import timed_engine
+from eagle3_pipeline.stages.templates import chat_template, prompt_rows
 from eagle3_pipeline_tests.fake_engine import FAKE_BACKEND
 from eagle3_pipeline_tests.tiny_model import make_tiny_llama
 
@@ -153,3 +155,85 @@ def test_states_are_on_the_disk_before_the_file_that_says_so(
     first = next(i for i, name in enumerate(flushed) if baseline.SEQUENCES in name)
     assert {"shard", "index.parquet"} <= set(flushed[:first])
     assert made.manifest.files["shard-00000.safetensors"].xxh3.startswith("rows:")
+
+
+# --- what was asked ---------------------------------------------------------------------------------------------------
+
+
+def _with_prompts(context: StageContext, folder: Path, *lines: dict[str, Any]) -> StageContext:
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return StageContext(context.spec, lambda _line: None, context.home, num_gpus=0)
+
+
+def test_turns_of_a_chat_are_asked_one_after_the_other_with_the_verifiers_own_answers(
+    context: StageContext, tmp_path: Path
+) -> None:
+    chat = {"category": "w", "prompt": ["write", "shorter"]}
+    given = {"category": "c", "messages": [{"role": r, "content": r[0]} for r in ("user", "assistant", "user")]}
+    context = _with_prompts(context, tmp_path, chat, given)
+    made = baseline.materialise_baseline(context)
+    rows = pq.read_table(made.artifact.path(baseline.SEQUENCES)).to_pylist()
+    assert [row["text"] for row in rows] == ["w", "c", "w"]
+    template = chat_template(context)
+    first, history, second = (template.decode(row["input_ids"][: row["num_prompt_tokens"]]) for row in rows)
+    answer = [token for token in rows[0]["input_ids"][rows[0]["num_prompt_tokens"] :] if token not in (1, 2)]
+
+    def turn(role: str, text: str) -> str:
+        return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+    opening = "<|im_start|>assistant\n"
+    assert first == turn("user", "write") + opening
+    assert history == turn("user", "u") + turn("assistant", "a") + turn("user", "u") + opening
+    said = template.decode(answer).strip()
+    assert second == turn("user", "write") + turn("assistant", said) + turn("user", "shorter") + opening
+    # All three have states, and a speed.
+    assert len(pq.read_table(made.artifact.path("index.parquet"))) == 3
+    speed = pq.read_table(made.artifact.path(baseline.SPEEDS)).to_pylist()
+    assert {row["category"]: row["num_prompts"] for row in speed} == {"w": 2, "c": 1}
+
+
+def test_a_chat_that_cannot_fit_is_told_before_any_engine_starts(context: StageContext, tmp_path: Path) -> None:
+    context = _with_prompts(context, tmp_path, {"category": "w", "prompt": ["x" * 30, "y" * 30]})
+    with pytest.raises(ConfigError, match=r"evaluation prompt 'yyy.*exceed generation\.max_sequence_tokens 96"):
+        baseline.materialise_baseline(context)
+    assert context.engines.starts() == []
+
+
+def test_a_prompt_with_an_id_that_the_verifier_has_no_row_for_is_named(context: StageContext, tmp_path: Path) -> None:
+    file = tmp_path / "tiny" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    added = {"id": 320, "content": "<|beyond|>", "special": True}
+    tokenizer["added_tokens"].append(dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | added)
+    tokenizer["model"]["vocab"].update({f"<|pad{i}|>": i for i in range(len(tokenizer["model"]["vocab"]), 320)})
+    file.write_text(json.dumps(tokenizer))
+    load_tokenizer.cache_clear()
+    context = _with_prompts(context, tmp_path, {"category": "w", "prompt": "what is <|beyond|>"})
+    with pytest.raises(ConfigError, match=r"'what is <|beyond|>' \(w\) holds token id 320 .*ids 0 to 319"):
+        prompt_rows(context)
+    load_tokenizer.cache_clear()
+
+
+def test_answers_to_other_prompts_than_those_rendered_now_are_made_again(
+    context: StageContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same name and fingerprint, another prompt: an update of a tokenizer's code between two attempts."""
+
+    def fail(*_: Any) -> None:
+        raise EngineError("the second load failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(baseline, "_measure_speeds", fail)
+        with pytest.raises(EngineError):
+            baseline.materialise_baseline(context)
+    context.engines.stop_all(lambda _line: None)
+    render = ChatTemplate.render
+    monkeypatch.setattr(ChatTemplate, "render", lambda *args, **kwargs: "Now: " + render(*args, **kwargs))
+    made = baseline.materialise_baseline(context)
+    rows = pq.read_table(made.artifact.path(baseline.SEQUENCES)).to_pylist()
+    template = chat_template(context)
+    assert len(rows) == NUM_PROMPTS
+    assert all(template.decode(row["input_ids"]).startswith("Now: <|im_start|>user") for row in rows)
+    states = pq.read_table(made.artifact.path("index.parquet")).to_pylist()
+    assert {row["sequence_id"]: row["num_tokens"] for row in states} == {
+        row["sequence_id"]: len(row["input_ids"]) - 1 for row in rows
+    }

@@ -1,5 +1,6 @@
 """The dataset stage on small sources: what it filters, what it depends on, what it says."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle3_pipeline.config import PipelineSpec
-from eagle3_pipeline.errors import StaleInputError
+from eagle3_pipeline.data.conversations import CONTENT_COLUMNS, CONVERSATION_SCHEMA
+from eagle3_pipeline.data.decontamination import Decontamination
+from eagle3_pipeline.errors import DataError, StaleInputError
 from eagle3_pipeline.planning import Status, plan
 from eagle3_pipeline.stages.context import StageContext
-from eagle3_pipeline.stages.dataset import REJECTED, materialise_dataset
+from eagle3_pipeline.stages.dataset import CONVERSATIONS, REJECTED, materialise_dataset
+from eagle3_pipeline.store.fingerprint import table_content_id
 from eagle3_pipeline_tests.planning.conftest import model  # noqa: F401  # a fixture
 
 FIRST = "000000"
@@ -115,3 +119,79 @@ def test_the_copy_that_is_not_filtered_out_is_used(source: Source) -> None:
     context = source.context(filters={"exclude_sources": ["bad"]})
     context.registry.sync(context.spec)
     assert source.rejected(context) == {0: "filtered_source"}
+
+
+# --- instructions that prompts share ----------------------------------------------------------------------------------
+
+SHARED = "You get a message of a customer of our shop. Name its kind, complaint, question or praise, and say why: "
+
+
+def test_words_that_two_evaluation_prompts_share_do_not_count(source: Source) -> None:
+    source.ask(SHARED + "money back", SHARED + "great")
+    source.write({"prompt": SHARED + "parcel nine is late"}, {"prompt": SHARED + "Money back!"})
+    context = source.context()
+    context.registry.sync(context.spec)
+    assert source.rejected(context) == {1: "overlaps_evaluation"}, "the whole prompt is found all the same"
+
+
+def test_one_prompt_in_two_categories_is_one() -> None:
+    twice, once = Decontamination([SHARED, SHARED]), Decontamination([SHARED])
+    assert twice.content_id == once.content_id
+    assert twice.check([{"role": "user", "content": "I say: " + SHARED}]) is not None
+    # A prompt's own words stay, also beside a shared instruction; turns of one chat share nothing with each other.
+    own = " ".join(f"w{i}" for i in range(13))
+    both = Decontamination([SHARED + own, SHARED])
+    assert both.check([{"role": "user", "content": own}]) is not None
+    assert Decontamination([[SHARED + "a", SHARED + "b"]]).check([{"role": "assistant", "content": SHARED}]) is not None
+
+
+def test_the_id_of_prompts_that_share_nothing_is_that_of_earlier_releases() -> None:
+    # By hand: sorted keys, words in lower case.
+    text = b'{"ngram_words":13,"prompts":["a b","c"]}'
+    assert Decontamination(["C!", "a B"]).content_id == hashlib.sha256(text).hexdigest()[:32]
+    assert Decontamination([SHARED + "a", SHARED + "b"]).content_id != Decontamination([SHARED + "a"]).content_id
+
+
+def test_words_at_the_same_place_of_most_rows_are_an_instruction(source: Source) -> None:
+    source.ask(SHARED + "money back")
+    rows = [{"prompt": f"{SHARED}case {i}"} for i in range(8)]
+    # One has it elsewhere, and one is the prompt.
+    source.write(*rows, {"prompt": "Hello. " + SHARED}, {"prompt": SHARED + "money back"})
+    context = source.context()
+    context.registry.sync(context.spec)
+    assert source.rejected(context) == {8: "overlaps_evaluation", 9: "overlaps_evaluation"}
+
+
+def test_few_usable_rows_name_the_setting_that_decides(source: Source) -> None:
+    source.ask(SHARED + "money back")
+    source.write({"prompt": SHARED + "one"}, {"prompt": SHARED + "two"}, {"prompt": "three"})
+    context = source.context(min_yield=0.5)
+    context.registry.sync(context.spec)
+    with pytest.raises(DataError, match=r"overlaps_evaluation 2.*set dataset\.decontaminate: false"):
+        materialise_dataset(context, FIRST)
+
+
+# --- what turns say beside their content ------------------------------------------------------------------------------
+
+
+def test_reasoning_is_kept_in_the_file_and_unread_keys_are_metrics(source: Source) -> None:
+    answer = {"role": "assistant", "content": "12", "reasoning_content": "four each", "weight": 0}
+    user = {"role": "user", "content": "legs?", "name": "Ann"}
+    source.write({"messages": [user, answer]}, {"prompt": "plain", "response": "r"})
+    context = source.context()
+    context.registry.sync(context.spec)
+    made = materialise_dataset(context, FIRST)
+    rows = pq.read_table(made.artifact.path(CONVERSATIONS)).to_pylist()
+    assert [[(m["content"], m["reasoning"]) for m in row["messages"]] for row in rows] == [
+        [("legs?", None), ("12", "four each")],
+        [("plain", None), ("r", None)],
+    ]
+    metrics = made.manifest.metrics
+    assert (metrics["unread_key_weight"], metrics["unread_key_name"]) == (1, 1)
+    # What a deep verification compares.
+    table = pq.read_table(made.artifact.path(CONVERSATIONS))
+    assert table_content_id(table, CONTENT_COLUMNS) == made.manifest.content_id
+    source.write({"prompt": "plain", "response": "r"})
+    context.registry.sync(context.spec)
+    plain = materialise_dataset(source.context(), FIRST).artifact
+    assert pq.read_table(plain.path(CONVERSATIONS)).schema.equals(CONVERSATION_SCHEMA)
