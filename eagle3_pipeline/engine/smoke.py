@@ -35,9 +35,9 @@ _DEVIATIONS = 4.0
 _DECODED_PROMPTS = (5, 12, 19)
 _DECODED_TOKENS = 32
 # A state that is off by more, relative to its size, was not rounded but computed otherwise. Rounding in bf16 sends some
-# tokens to other experts, so some rows may be: of right engines at most 8 % were, of wrong ones more than 90 %.
+# tokens to other experts, so some rows may be: of right engines at most 10 % were, of wrong ones more than 90 %.
 _ROW_TOLERANCE = 0.3
-MOST_ROWS_OFF = 0.15
+MOST_ROWS_OFF = 0.2
 _WRITTEN_WITHIN_S = 60.0
 
 

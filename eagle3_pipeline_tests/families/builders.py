@@ -232,6 +232,25 @@ F: dict[str, Any] = {
         eos_token_id=2,
         pad_token_id=0,
     ),
+    # vLLM's CPU build has no kernel for the experts of the one above.
+    "nemotron_h_dense": lambda: T.NemotronHConfig(
+        vocab_size=V,
+        hidden_size=128,
+        intermediate_size=256,
+        layers_block_type=["mamba", "attention", "mlp", "mamba", "attention", "mlp", "mamba", "attention"],
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        mamba_num_heads=8,
+        mamba_head_dim=32,
+        ssm_state_size=32,
+        n_groups=1,
+        chunk_size=32,
+        initializer_range=0.12,
+        bos_token_id=0,
+        eos_token_id=2,
+        pad_token_id=0,
+    ),
     "falcon_h1": lambda: T.FalconH1Config(
         **b(
             tie_word_embeddings=False,
