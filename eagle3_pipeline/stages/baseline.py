@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle3_pipeline.data.sequences import SEQUENCE_SCHEMA
-from eagle3_pipeline.errors import EngineError
+from eagle3_pipeline.errors import DecodingError, EngineError
 from eagle3_pipeline.evaluation.prompts import read_prompt_bytes
 from eagle3_pipeline.stages import identity as ids
-from eagle3_pipeline.stages.capture import captured_tokens, seal_capture
+from eagle3_pipeline.stages.capture import captured_tokens, check_recaptured, prefill, seal_capture
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
-from eagle3_pipeline.stages.engines import timed_engine
+from eagle3_pipeline.stages.engines import decodes_while_capturing, timed_engine
 from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
 from eagle3_pipeline.stages.speeds import Prompts, greedy_sampling, measure_batch_speeds, time_answers, warm_up
 from eagle3_pipeline.stages.templates import answer_text, chat_template, prompt_rows, question_rows
@@ -88,13 +88,21 @@ def _answer_once(context: StageContext, identity: Identity, folder: Path) -> tup
         if _answers_these(context, sequences):
             return sequences, 0.0
         context.log(f"{context.spec.name}: the evaluation prompts are rendered otherwise than before: answering anew")
-        for left in filter(Path.is_file, folder.iterdir()):
-            left.unlink()
-        shutil.rmtree(context.scratch(identity), ignore_errors=True)
-    sequences, starts = _answer(context, identity, folder)
+        _clear(context, identity, folder)
+    together = decodes_while_capturing(context, sampled=False)
+    sequences, starts = _answer(context, identity, folder, together)
     tokens = captured_tokens(sequences)
+    if not together:
+        starts += prefill(context, "capturing the baseline", tokens, identity, folder)["num_engine_starts"]
     records = written_records(folder, context.verifier.geometry(context.spec.capture))
-    seal_capture(context, f"{context.spec.name}: baseline", folder, tokens, records, identity.fingerprint)
+    where = f"{context.spec.name}: baseline"
+    seal_capture(context, where, folder, tokens, records, identity.fingerprint)
+    try:
+        check_recaptured(context, where, folder, sequences, identity, together)
+    except DecodingError as error:
+        context.engines.distrust(context.capturing_engine_spec(), str(error))
+        _clear(context, identity, folder)
+        raise
     # The file that follows says, to the next life too, that these are whole.
     for sealed in filter(Path.is_file, folder.iterdir()):
         fsync_path(sealed)
@@ -102,6 +110,13 @@ def _answer_once(context: StageContext, identity: Identity, folder: Path) -> tup
     pq.write_table(pa.Table.from_pylist(sequences, SEQUENCE_SCHEMA), table)
     write_bytes(path, table.getvalue().to_pybytes())
     return sequences, starts
+
+
+def _clear(context: StageContext, identity: Identity, folder: Path) -> None:
+    """Forgets the answers of an earlier life, and their states."""
+    for left in filter(Path.is_file, folder.iterdir()):
+        left.unlink()
+    shutil.rmtree(context.scratch(identity), ignore_errors=True)
 
 
 def _answers_these(context: StageContext, sequences: list[dict[str, Any]]) -> bool:
@@ -126,8 +141,11 @@ def _all(prompts: Prompts) -> list[dict[str, Any]]:
     return [row for rows in prompts.values() for row in rows]
 
 
-def _answer(context: StageContext, identity: Identity, folder: Path) -> tuple[list[dict[str, Any]], float]:
-    """Answers with their states in `folder`; engine starts. Of chats one turn of all of them after the other."""
+def _answer(
+    context: StageContext, identity: Identity, folder: Path, together: bool
+) -> tuple[list[dict[str, Any]], float]:
+    """Answers, `together` with their states in `folder`; engine starts. Of chats one turn of all after the other."""
+    engine = context.capturing_engine_spec() if together else context.engine_spec()
     sequences: list[dict[str, Any]] = []
     starts, number, texts = 0.0, 0, dict[str, str]()
     template = chat_template(context)
@@ -139,11 +157,11 @@ def _answer(context: StageContext, identity: Identity, folder: Path) -> tuple[li
                 scratch / category,
                 rows,
                 greedy_sampling(context),
-                folder,
-                include_output=True,
+                folder if together else None,
+                include_output=together,
                 batch_size=context.spec.evaluation.batch_size,
             )
-            answers, speed = run_prompts(context, context.capturing_engine_spec(), batch)
+            answers, speed = run_prompts(context, engine, batch)
             starts += speed["num_engine_starts"]
             for row in rows:
                 answer = answers[row["sequence_id"]]

@@ -247,8 +247,8 @@ def _require_alike(context: StageContext, where: str, what: str, rows: np.ndarra
     if off > MOST_ROWS_OFF:
         raise kind(
             f"{where}: {off:.0%} of {len(rows)} states of {what} differ by more than {_FAR_OFF} times "
-            f"capture.recapture_tolerance ({tolerance:.0%}) from those of the same sequence captured alone, by prefill; "
-            f"{MOST_ROWS_OFF:.0%} may"
+            f"capture.recapture_tolerance ({tolerance:.0%}) from those of the same sequence captured alone, by "
+            f"prefill; {MOST_ROWS_OFF:.0%} may"
         )
     return float(by_layer[layer])
 

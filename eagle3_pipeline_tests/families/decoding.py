@@ -2,8 +2,8 @@
 
     python -m eagle3_pipeline_tests.families.decoding KIND... [--mode vllm] [--dtype bfloat16] [--gpus 1]
 
-Prints a line of JSON for each: the architecture, vLLM's version, whether capture ran with our corrections (`undrafted`) or
-as vLLM does it (`vllm`), and the shares of rows that the smoke test found off.
+Prints a line of JSON for each: the architecture, vLLM's version, whether capture ran with our corrections (`undrafted`)
+or as vLLM does it (`vllm`), and the shares of rows that the smoke test found off.
 """
 
 import argparse
