@@ -6,6 +6,7 @@ import pyarrow as pa
 
 from eagle3_pipeline.config import DatasetSpec
 from eagle3_pipeline.data.filters import check_language, check_length, check_row
+from eagle3_pipeline.data.reasoning import without_reasoning
 from eagle3_pipeline.data.rejection import Rejection
 from eagle3_pipeline.data.row_formats import read_turns
 from eagle3_pipeline.store.fingerprint import digest
@@ -99,6 +100,22 @@ def conversation_id(messages: list[Message]) -> str:
     """Identity of a conversation: a hash of its turns, and of the reasoning of those that have some."""
     turns = [[m["role"], m["content"], *([m["reasoning"]] if m.get("reasoning") else [])] for m in messages]
     return digest(turns)
+
+
+def prompt_ids(messages: list[Message]) -> list[tuple[int, bytes]]:
+    """Identity of what is asked at each user turn: that turn and all before it, past answers without reasoning.
+
+    Returns:
+        (position of the turn, 16 bytes).
+    """
+    asked: list[list[str]] = []
+    found = []
+    for position, message in enumerate(messages):
+        content = message["content"]
+        asked.append([message["role"], without_reasoning(content) if message["role"] == "assistant" else content])
+        if message["role"] == "user":
+            found.append((position, bytes.fromhex(digest(asked))))
+    return found
 
 
 def conversation_schema(has_reasoning: bool) -> pa.Schema:

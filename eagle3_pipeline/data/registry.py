@@ -8,13 +8,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice, pairwise, repeat
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from eagle3_pipeline.config import DatasetSpec, PipelineSpec
-from eagle3_pipeline.data.conversations import conversation_id, normalise
-from eagle3_pipeline.data.seen_sources import ID_BYTES, UNUSABLE, SeenSources, read_otherwise
+from eagle3_pipeline.data.conversations import conversation_id, normalise, prompt_ids
+from eagle3_pipeline.data.seen_sources import (
+    ID_BYTES,
+    UNUSABLE,
+    SeenSources,
+    join_turns,
+    read_otherwise,
+    split_turns,
+)
 from eagle3_pipeline.data.sources import RawRow, read_rows
 from eagle3_pipeline.errors import DataError, StaleInputError, StoreError
 from eagle3_pipeline.store import atomic
@@ -36,6 +43,9 @@ class Chunk:
         byte_start: offset of the first row, for JSONL.
         content_hash: hash of the rows' content.
         duplicate_rows: rows (numbers in the file) whose conversation an earlier row already had.
+        duplicate_turns: (row, turn) of the other rows' user turns that an earlier chunk already asks for, with the same
+            turns before. `None`: a release registered the chunk that did not look; it keeps all of them.
+        num_own_turns: user turns that no earlier chunk asks for. `None`: as above.
     """
 
     key: str
@@ -45,6 +55,19 @@ class Chunk:
     byte_start: int
     content_hash: str
     duplicate_rows: tuple[int, ...] = ()
+    duplicate_turns: tuple[tuple[int, int], ...] | None = None
+    num_own_turns: int | None = None
+
+    @property
+    def repeated_turns_id(self) -> str:
+        """Identity of `duplicate_turns`; empty: there is none."""
+        turns = [[row - self.row_start, turn] for row, turn in self.duplicate_turns or ()]
+        return digest(turns) if turns else ""
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether the verifier has anything to answer anew that it does not answer in an earlier chunk."""
+        return not self.duplicate_turns or self.num_own_turns != 0
 
     @property
     def has_work(self) -> bool:
@@ -156,7 +179,7 @@ class ChunkRegistry:
     def _parse(self, lines: list[bytes]) -> list[Chunk]:
         try:
             rows = [json.loads(line) for line in lines]
-            return [Chunk(**{**row, "duplicate_rows": tuple(row["duplicate_rows"])}) for row in rows]
+            return [_read_chunk(row) for row in rows]
         except (ValueError, TypeError, KeyError) as error:
             raise StoreError(
                 f"chunk registry {self._path} is damaged: {error}; restore it, or remove it and run eagle3 sync-chunks "
@@ -186,20 +209,33 @@ class ChunkRegistry:
 
     def _rescan(self, spec: DatasetSpec, old: list[Chunk], seen: SeenSources, deadline: float) -> list[Chunk]:
         new = _scan(spec, old, seen, deadline)
-        lines = "".join(json.dumps(asdict(chunk)) + "\n" for chunk in new)
+        lines = "".join(json.dumps(_as_line(chunk)) + "\n" for chunk in new)
         if new != old:
             atomic.write_bytes(self._path, lines.encode())
         seen.save()
         return new
 
 
+def _read_chunk(row: dict[str, Any]) -> Chunk:
+    read: dict[str, Any] = {**row, "duplicate_rows": tuple(row["duplicate_rows"])}
+    if "duplicate_turns" in row:
+        read["duplicate_turns"] = tuple((number, turn) for number, turn in row["duplicate_turns"])
+    return Chunk(**read)
+
+
+def _as_line(chunk: Chunk) -> dict[str, Any]:
+    """A chunk as its line of the registry; what an earlier release did not look for is not there either."""
+    return {key: value for key, value in asdict(chunk).items() if value is not None}
+
+
 class _Row(NamedTuple):
-    """What the registry keeps of a row: its place, its digest, the identity of its conversation."""
+    """What the registry keeps of a row: its place, its digest, the identities of its conversation and user turns."""
 
     number: int
     byte_start: int
     digest: bytes
     conversation: bytes
+    turns: bytes
 
 
 def _scan(spec: DatasetSpec, old: list[Chunk], seen: SeenSources, deadline: float) -> list[Chunk]:
@@ -215,6 +251,7 @@ def _scan(spec: DatasetSpec, old: list[Chunk], seen: SeenSources, deadline: floa
     budget = _Budget(spec.max_samples, {file: sum(c.num_rows for c in known[file]) for file in ordered})
     by_key: dict[str, Chunk] = {}
     conversations: dict[str, bytes] = {}
+    turns: dict[str, bytes] = {}
     next_key = len(old)
     some_read = False
     for file in ordered:
@@ -224,6 +261,7 @@ def _scan(spec: DatasetSpec, old: list[Chunk], seen: SeenSources, deadline: floa
             if cached is not None:
                 by_key |= {chunk.key: chunk for chunk in known[file] if chunk.key in cached}
                 conversations |= cached
+                turns |= seen.turns(cached)
                 continue
         some_read = True
         # What is read is let go of at once: a chunk of long rows need not fit into memory here.
@@ -233,10 +271,13 @@ def _scan(spec: DatasetSpec, old: list[Chunk], seen: SeenSources, deadline: floa
             next_key += previous is None
             by_key[key] = _as_registered(previous, _describe(key, file, block), spec)
             conversations[key] = b"".join(row.conversation for row in block)
+            turns[key] = join_turns(row.turns for row in block)
             budget.spend(len(block))
     by_key = _mark_duplicates(by_key, conversations)
-    seen.keep(conversations, {key: chunk.file for key, chunk in by_key.items()})
-    gone = [replace(c, num_rows=0, content_hash="", duplicate_rows=()) for c in old if c.key not in by_key]
+    by_key = _mark_turns(by_key, turns, {chunk.key: chunk for chunk in old})
+    seen.keep(conversations, turns, {key: chunk.file for key, chunk in by_key.items()})
+    nothing: dict[str, Any] = {"duplicate_rows": (), "duplicate_turns": None, "num_own_turns": None}
+    gone = [replace(c, num_rows=0, content_hash="", **nothing) for c in old if c.key not in by_key]
     return sorted([*by_key.values(), *gone], key=lambda c: c.key)
 
 
@@ -289,8 +330,47 @@ def _as_registered(previous: Chunk | None, found: Chunk, spec: DatasetSpec) -> C
 def _scan_row(row: RawRow, spec: DatasetSpec) -> _Row:
     """What the registry keeps of a row. Ids and other columns do not make a conversation another one."""
     messages = None if row.value is None else normalise(row.value, spec)
-    conversation = bytes.fromhex(conversation_id(messages)) if isinstance(messages, list) else UNUSABLE
-    return _Row(row.number, row.byte_start, row.digest, conversation)
+    if not isinstance(messages, list):
+        return _Row(row.number, row.byte_start, row.digest, UNUSABLE, b"")
+    turns = b"".join(turn.to_bytes(4, "little") + identity for turn, identity in prompt_ids(messages))
+    return _Row(row.number, row.byte_start, row.digest, bytes.fromhex(conversation_id(messages)), turns)
+
+
+def _mark_turns(chunks: dict[str, Chunk], turns: dict[str, bytes], old: dict[str, Chunk]) -> dict[str, Chunk]:
+    """Marks the user turns that an earlier chunk asks for; in the order of keys, as `_mark_duplicates`.
+
+    A chunk that an earlier release registered stays as it is: what was generated for it is not to become stale.
+    """
+    keys = sorted(chunks)
+    parts = {key: split_turns(turns[key]) for key in keys}
+    found: dict[str, Chunk] = {}
+    # Places are (row of the chunk, turn); rows that are duplicates as a whole ask for nothing.
+    own = {
+        key: parts[key][~np.isin(parts[key]["row"], np.subtract(chunks[key].duplicate_rows, chunks[key].row_start))]
+        for key in keys
+    }
+    identities = np.concatenate([part["id"] for part in own.values()]) if keys else np.zeros(0, dtype="V16")
+    chunk_of = np.repeat(np.arange(len(keys)), [len(own[key]) for key in keys])
+    pairs = np.frombuffer(identities.tobytes(), dtype="<i8").reshape(-1, 2)
+    order = np.lexsort((pairs[:, 1], pairs[:, 0]))  # stable: the first of equal ones is that of the first chunk
+    ranked = pairs[order]
+    begins = np.ones(len(order), dtype=bool)
+    begins[1:] = (ranked[1:] != ranked[:-1]).any(axis=1)
+    first = chunk_of[order][np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))] if len(order) else order
+    is_earlier = np.zeros(len(order), dtype=bool)
+    is_earlier[order] = first < chunk_of[order]
+    start = 0
+    for key in keys:
+        chunk, part = chunks[key], own[key]
+        mask, start = is_earlier[start : start + len(part)], start + len(part)
+        before = old.get(key)
+        if before and before.duplicate_turns is None and before.content_hash == chunk.content_hash:
+            found[key] = replace(chunk, duplicate_turns=None, num_own_turns=None)
+            continue
+        places = part[mask]
+        marked = tuple((row + chunk.row_start, turn) for row, turn in places[["row", "turn"]].tolist())
+        found[key] = replace(chunk, duplicate_turns=marked, num_own_turns=int((~mask).sum()))
+    return found
 
 
 def _mark_duplicates(chunks: dict[str, Chunk], conversations: dict[str, bytes]) -> dict[str, Chunk]:

@@ -4,10 +4,11 @@ import io
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -25,10 +26,30 @@ UNUSABLE = bytes(ID_BYTES)
 # A file written twice within the clock tick of its volume has one time of change; one that is this old has not.
 _SETTLED_S = 2.0
 _READER = b"reader"
-_SCHEMA = pa.schema([("file", pa.string()), ("stamp", pa.string()), ("key", pa.string()), ("ids", pa.binary())])
+_SCHEMA = pa.schema(
+    [("file", pa.string()), ("stamp", pa.string()), ("key", pa.string()), ("ids", pa.binary()), ("turns", pa.binary())]
+)
+_TURN = np.dtype([("turn", "<u4"), ("id", "V16")])
+_PLACED_TURN = np.dtype([("row", "<u4"), *[(name, _TURN[name]) for name in ("turn", "id")]])
 
 # Identities of each chunk's rows, one after the other, by key.
 Conversations = dict[str, bytes]
+
+
+def join_turns(rows: Iterable[bytes]) -> bytes:
+    """User turns of a chunk's rows, given as (turn: 4 bytes, identity: 16), each with its row's position before it."""
+    parts = []
+    for row, turns in enumerate(rows):
+        found = np.frombuffer(turns, dtype=_TURN)
+        placed = np.zeros(len(found), dtype=_PLACED_TURN)
+        placed["row"], placed["turn"], placed["id"] = row, found["turn"], found["id"]
+        parts.append(placed.tobytes())
+    return b"".join(parts)
+
+
+def split_turns(joined: bytes) -> np.ndarray:
+    """A structured array [number of turns] of row, turn, id; the inverse of `join_turns`."""
+    return np.frombuffer(joined, dtype=_PLACED_TURN)
 
 
 class SeenSources:
@@ -47,6 +68,7 @@ class SeenSources:
         self._before: dict[str, str] = {}
         self._keys_before: dict[str, list[str]] = {}
         self._conversations: Conversations = {}
+        self._turns: dict[str, bytes] = {}
         self._files: dict[str, str] = {}
 
     @classmethod
@@ -61,12 +83,15 @@ class SeenSources:
             table = pq.read_table(path)
         except (OSError, pa.ArrowException):
             return seen
-        if table.schema.equals(_SCHEMA) and table.schema.metadata.get(_READER) == seen._reader.encode():
+        # An earlier release did not look at turns: its files are read once more.
+        known = table.schema.equals(_SCHEMA) or table.schema.equals(_SCHEMA.remove(_SCHEMA.names.index("turns")))
+        if known and table.schema.metadata.get(_READER) == seen._reader.encode():
             for row in table.to_pylist():
-                seen._before[row["file"]] = row["stamp"]
+                seen._before[row["file"]] = row["stamp"] if "turns" in row else ""
                 if row["key"]:
                     seen._keys_before.setdefault(row["file"], []).append(row["key"])
                     seen._conversations[row["key"]] = row["ids"]
+                    seen._turns[row["key"]] = row.get("turns", b"")
         return seen
 
     def nothing_changed(self, chunks: list["Chunk"]) -> bool:
@@ -93,21 +118,28 @@ class SeenSources:
             self.unread.append(file)
         return {key: self._conversations[key] for key in keys}
 
-    def keep(self, conversations: Conversations, files: Mapping[str, str]) -> None:
+    def turns(self, keys: Iterable[str]) -> dict[str, bytes]:
+        """User turns of chunks, as `join_turns`, by key."""
+        return {key: self._turns[key] for key in keys}
+
+    def keep(self, conversations: Conversations, turns: dict[str, bytes], files: Mapping[str, str]) -> None:
         """Replaces what is known of all chunks.
 
         Args:
             conversations: identities of each chunk's rows, by key.
+            turns: their user turns, as `join_turns`, by key.
             files: each chunk's file, by key.
         """
-        self._conversations, self._files = conversations, dict(files)
+        self._conversations, self._turns, self._files = conversations, turns, dict(files)
 
     def save(self) -> None:
         """Leaves it to the next sync."""
-        rows = [{"file": file, "stamp": stamp, "key": "", "ids": b""} for file, stamp in self.stamps.items()]
+        nothing = {"key": "", "ids": b"", "turns": b""}
+        rows = [{"file": file, "stamp": stamp, **nothing} for file, stamp in self.stamps.items()]
         for key, ids in self._conversations.items():
             file = self._files[key]
-            rows.append({"file": file, "stamp": self.stamps[file], "key": key, "ids": ids})
+            turns = self._turns[key]
+            rows.append({"file": file, "stamp": self.stamps[file], "key": key, "ids": ids, "turns": turns})
         table = pa.Table.from_pylist(rows, _SCHEMA.with_metadata({_READER: self._reader.encode()}))
         buffer = io.BytesIO()
         pq.write_table(table, buffer)

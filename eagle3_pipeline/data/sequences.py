@@ -1,9 +1,11 @@
 """Training sequences: prompts to answer, answers as they were sampled, masks, token counts."""
 
 from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from eagle3_pipeline.config import GenerationSpec
@@ -12,7 +14,7 @@ from eagle3_pipeline.data.conversations import Message
 from eagle3_pipeline.data.reasoning import split_reasoning, without_reasoning
 from eagle3_pipeline.data.rejection import Rejection
 from eagle3_pipeline.errors import TemplateRefusedError
-from eagle3_pipeline.store.fingerprint import digest
+from eagle3_pipeline.store.fingerprint import digest, token_lists_id
 
 SEQUENCE_SCHEMA = pa.schema(
     [
@@ -26,6 +28,8 @@ SEQUENCE_SCHEMA = pa.schema(
         ("reasoning", pa.string()),
         ("finish_reason", pa.string()),
         ("mean_logprob", pa.float32()),
+        # What its conversation begins with; none: an earlier release wrote the file.
+        ("root", pa.string()),
     ]
 )
 CONTENT_COLUMNS = ("sequence_id", "input_ids", "loss_mask")
@@ -33,6 +37,7 @@ TOKEN_COUNT_SCHEMA = pa.schema([("token_id", pa.int32()), ("count", pa.int64())]
 REJECTED_SCHEMA = pa.schema(
     [("conversation_id", pa.string()), ("turn", pa.int32()), ("reason", pa.string()), ("detail", pa.string())]
 )
+DUPLICATE = "duplicate_prompt"
 # A marker that is no token of its own takes a few.
 _OPENING_TOKENS = 16
 
@@ -109,6 +114,46 @@ def make_prompts(
         else:
             prompts.append(Prompt(sequence_id(conversation_id, turn), conversation_id, turn, ids))
     return prompts
+
+
+def distinct_prompts(
+    items: Iterable[Prompt | RejectedTurn], asked_before: Collection[tuple[str, int]] = ()
+) -> list[Prompt | RejectedTurn]:
+    """Each different prompt once: logs hold a whole history in every request, and data sets several answers to one.
+
+    Args:
+        items: of a chunk, in order.
+        asked_before: (conversation, turn) of those that an earlier chunk asks for.
+    """
+    first: dict[bytes, str] = {}
+    found: list[Prompt | RejectedTurn] = []
+    for item in items:
+        if not isinstance(item, Prompt):
+            found.append(item)
+            continue
+        ids = np.asarray(item.input_ids, dtype=np.int32).tobytes()
+        if (item.conversation_id, item.turn) in asked_before:
+            where = "an earlier chunk"
+        elif ids in first:
+            where = f"conversation {first[ids]} of this chunk"
+        else:
+            first[ids] = item.conversation_id
+            found.append(item)
+            continue
+        rejection = Rejection(DUPLICATE, f"the same prompt is in {where}")
+        found.append(RejectedTurn(item.conversation_id, item.turn, rejection))
+    return found
+
+
+def root_of(messages: list[Message], template: ChatTemplate) -> str | None:
+    """Identity of what a conversation begins with: the prompt of its first user turn; `None`: none can be rendered."""
+    first = next((turn for turn, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        return None
+    try:
+        return token_lists_id([template.encode(template.render(messages[: first + 1], generation_prompt=True))])
+    except TemplateRefusedError:
+        return None
 
 
 def sequence_from_answer(

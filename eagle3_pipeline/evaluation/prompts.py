@@ -119,7 +119,8 @@ def _kind(row: dict[str, Any], key: str) -> str:
 
 def _read_turn(key: str, position: int, turn: Any) -> tuple[str, str]:
     where = f"{key!r} turn {position}"
-    role, text = "user", turn
+    role: Any = "user"
+    text = turn
     if isinstance(turn, dict):
         role, text = turn.get("role"), turn.get("content")
         if not isinstance(role, str) or role not in _ROLES:

@@ -12,7 +12,6 @@ from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.champion import read_champion
 from eagle3_pipeline.stages.context import Identity, StageContext
 from eagle3_pipeline.stages.current import enough_fresh
-from eagle3_pipeline.stages.dataset import is_empty
 from eagle3_pipeline.stages.published_draft import published_damage
 from eagle3_pipeline.store.fingerprint import digest
 from eagle3_pipeline.store.manifest import read_manifest
@@ -62,12 +61,12 @@ class _Planner:
         self._work_ids[key] = self._work_id(ids.CHUNK_STAGES, [chunk.content_id, looked_for])
         dataset = self._check(ids.dataset_identity(spec, chunk, looked_for), chunk)
         made = None
-        if dataset is not None and is_empty(dataset.manifest):
+        if dataset is not None and not ids.has_work(spec, chunk, dataset.manifest):
             return False
         if dataset is None:
             self._pending(ids.SYNTHETIC_GENERATIONS, key, f"waits for {ids.DATASET}")
         else:
-            made = self._check(ids.generations_identity(spec, verifier, dataset.manifest.content_id), chunk)
+            made = self._check(ids.generations_identity(spec, verifier, dataset.manifest.content_id, chunk), chunk)
         if made is None:
             self._pending(ids.HIDDEN_STATES, key, f"waits for {ids.SYNTHETIC_GENERATIONS}")
             return True

@@ -8,7 +8,6 @@ from eagle3_pipeline.data.registry import Chunk
 from eagle3_pipeline.errors import StaleInputError
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.context import StageContext
-from eagle3_pipeline.stages.dataset import is_empty
 from eagle3_pipeline.store.objects import Artifact
 
 
@@ -36,9 +35,18 @@ def current_generations(context: StageContext) -> dict[str, Artifact]:
 
 def _current_generations(context: StageContext) -> tuple[dict[str, Artifact], list[str]]:
     """What is current, and the keys of all chunks that could have it."""
-    datasets = {chunk.key: _dataset(context, chunk) for chunk in context.registry.chunks_with_work()}
-    wanted = {key: dataset for key, dataset in datasets.items() if not (dataset and is_empty(dataset.manifest))}
-    found = {key: made for key, dataset in wanted.items() if dataset and (made := _generations(context, dataset))}
+    chunks = {chunk.key: chunk for chunk in context.registry.chunks_with_work()}
+    datasets = {key: _dataset(context, chunk) for key, chunk in chunks.items()}
+    wanted = {
+        key: dataset
+        for key, dataset in datasets.items()
+        if not dataset or ids.has_work(context.spec, chunks[key], dataset.manifest)
+    }
+    found = {
+        key: made
+        for key, dataset in wanted.items()
+        if dataset and (made := _generations(context, dataset, chunks[key]))
+    }
     _require(context, ids.SYNTHETIC_GENERATIONS, found, list(wanted))
     return found, list(wanted)
 
@@ -59,8 +67,8 @@ def _dataset(context: StageContext, chunk: Chunk) -> Artifact | None:
     return context.cached(ids.dataset_identity(context.spec, chunk, context.decontamination.content_id))
 
 
-def _generations(context: StageContext, dataset: Artifact) -> Artifact | None:
-    return context.cached(ids.generations_identity(context.spec, context.verifier, dataset.manifest.content_id))
+def _generations(context: StageContext, dataset: Artifact, chunk: Chunk) -> Artifact | None:
+    return context.cached(ids.generations_identity(context.spec, context.verifier, dataset.manifest.content_id, chunk))
 
 
 def _states(context: StageContext, generations: Artifact) -> Artifact | None:

@@ -23,7 +23,6 @@ from eagle3_pipeline.errors import DataError
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
 from eagle3_pipeline.store.fingerprint import rows_content_id
-from eagle3_pipeline.store.manifest import Manifest
 from eagle3_pipeline.store.objects import ArtifactWriter
 
 CONVERSATIONS = "conversations.parquet"
@@ -138,11 +137,6 @@ def _normalise_rows(
             accepted.append({"conversation_id": row_id, "row_number": number, "messages": outcome})
             dropped += unread[number]
     return accepted, rejected, dropped
-
-
-def is_empty(dataset: Manifest) -> bool:
-    """Whether no row of the chunk is usable (and `dataset.min_yield` allows that): there is nothing to do for it."""
-    return dataset.metrics["num_samples"] == 0
 
 
 def _outcome(context: StageContext, row: RawRow, is_duplicate: bool) -> list[Message] | Rejection:

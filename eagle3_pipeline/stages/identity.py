@@ -12,6 +12,7 @@ from eagle3_pipeline.data.template_text import reads_clock
 from eagle3_pipeline.data.verifier import Verifier
 from eagle3_pipeline.stages.context import Identity
 from eagle3_pipeline.store.fingerprint import fingerprint
+from eagle3_pipeline.store.manifest import Manifest
 from eagle3_pipeline.verifiers.changes import changed_head, changed_width
 
 VERIFIER = "verifier"
@@ -110,10 +111,21 @@ def dataset_identity(spec: PipelineSpec, chunk: Chunk, decontamination: str) -> 
     return identify(spec, DATASET, {"rows": chunk.content_id, "decontamination": decontamination})
 
 
-def generations_identity(spec: PipelineSpec, verifier: Verifier, dataset_content: str) -> Identity:
-    """The training sequences of a chunk."""
+def generations_identity(
+    spec: PipelineSpec, verifier: Verifier, dataset_content: str, chunk: Chunk | None = None
+) -> Identity:
+    """The training sequences of a chunk; where it repeats prompts of earlier chunks, which of them."""
     inputs = {"verifier": verifier.content_id, "dataset": dataset_content, **_date_told(spec, verifier)}
+    if spec.generation.mode == "regenerate" and chunk and chunk.repeated_turns_id:
+        inputs["repeated_turns"] = chunk.repeated_turns_id
     return identify(spec, SYNTHETIC_GENERATIONS, inputs)
+
+
+def has_work(spec: PipelineSpec, chunk: Chunk, dataset: Manifest) -> bool:
+    """Whether a chunk whose dataset is there has anything to make sequences of."""
+    if not dataset.metrics["num_samples"]:
+        return False
+    return spec.generation.mode != "regenerate" or chunk.has_prompts
 
 
 def hidden_states_identity(spec: PipelineSpec, verifier: Verifier, input_ids_content: str) -> Identity:

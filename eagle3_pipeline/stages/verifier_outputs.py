@@ -14,9 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle3_pipeline.data.chat_template import ChatTemplate
+from eagle3_pipeline.data.registry import Chunk
 from eagle3_pipeline.data.rejection import describe
 from eagle3_pipeline.data.sequences import (
     CONTENT_COLUMNS,
+    DUPLICATE,
     REJECTED_SCHEMA,
     SEQUENCE_SCHEMA,
     TOKEN_COUNT_SCHEMA,
@@ -24,8 +26,10 @@ from eagle3_pipeline.data.sequences import (
     RejectedTurn,
     Sequence,
     count_supervised,
+    distinct_prompts,
     make_prompts,
     passthrough_sequences,
+    root_of,
     sequence_from_answer,
 )
 from eagle3_pipeline.errors import DataError, DecodingError
@@ -80,15 +84,16 @@ def materialise_outputs(
     made = states = None
     captured: Path | None = None
     dataset = context.last_manifest(ids.DATASET, chunk)
-    if dataset and dataset_stage.is_empty(dataset):
-        context.log(f"chunk {chunk} has no usable row: there is nothing to generate or to capture")
+    registered = next((one for one in context.registry.chunks() if one.key == chunk), None)
+    if dataset and registered and not ids.has_work(context.spec, registered, dataset):
+        context.log(f"chunk {chunk} has no usable row of its own: there is nothing to generate or to capture")
         return ChunkOutputs(None, None)
     if generations:
         upstream = context.upstream(ids.DATASET, chunk)
-        identity = ids.generations_identity(context.spec, context.verifier, upstream.manifest.content_id)
+        identity = ids.generations_identity(context.spec, context.verifier, upstream.manifest.content_id, registered)
         captured = context.scratch(identity) / _CAPTURE if hidden_states and one_pass(context) else None
         made = context.materialise(
-            identity, chunk, lambda writer: _generate(context, chunk, upstream, identity, writer, captured)
+            identity, chunk, lambda writer: _generate(context, chunk, upstream, identity, writer, captured, registered)
         )
     if hidden_states:
         sequences = made.artifact if made else context.upstream(ids.SYNTHETIC_GENERATIONS, chunk)
@@ -109,6 +114,7 @@ def _generate(
     identity: Identity,
     writer: ArtifactWriter,
     captured: Path | None,
+    registered: Chunk | None,
 ) -> Produced:
     spec = context.spec.generation
     if spec.mode == "regenerate":
@@ -124,8 +130,16 @@ def _generate(
         sequences, rejected = _split(items), [i for i in items if isinstance(i, RejectedTurn)]
         speed: dict[str, float] = {}
     else:
-        sequences, rejected, speed = _regenerate(context, chunk, conversations, template, identity, captured)
-    return _write_sequences(context, chunk, identity, writer, sequences, rejected, speed)
+        repeated = set(registered.duplicate_turns or ()) if registered else set()
+        before = {(row["conversation_id"], turn) for row in conversations for turn in _repeated(row, repeated)}
+        sequences, rejected, speed = _regenerate(context, chunk, conversations, template, identity, captured, before)
+    roots = {row["conversation_id"]: root_of(row["messages"], template) for row in conversations}
+    return _write_sequences(context, chunk, identity, writer, sequences, rejected, speed, roots)
+
+
+def _repeated(row: dict[str, Any], repeated: set[tuple[int, int]]) -> list[int]:
+    """Turns of a row that an earlier chunk asks for."""
+    return [turn for turn in range(len(row["messages"])) if (row["row_number"], turn) in repeated]
 
 
 def _split(items: list[Any]) -> list[Sequence]:
@@ -139,11 +153,16 @@ def _regenerate(
     template: ChatTemplate,
     identity: Identity,
     captured: Path | None,
+    asked_before: set[tuple[str, int]],
 ) -> tuple[list[Sequence], list[RejectedTurn], dict[str, float]]:
     spec = context.spec.generation
-    items = [
+    made = [
         item for row in conversations for item in make_prompts(row["conversation_id"], row["messages"], template, spec)
     ]
+    items = distinct_prompts(made, asked_before)
+    if not any(isinstance(item, Prompt) for item in items):
+        # Those of its own were rejected as evaluation prompts, say; a chunk of nothing but repeats is none.
+        items = distinct_prompts(made)
     prompts = [item for item in items if isinstance(item, Prompt)]
     rejected = [item for item in items if isinstance(item, RejectedTurn)]
     folder = context.scratch(identity)
@@ -175,9 +194,11 @@ def _write_sequences(
     sequences: list[Sequence],
     rejected: list[RejectedTurn],
     speed: dict[str, float],
+    roots: dict[str, str | None] | None = None,
 ) -> Produced:
     reasons = Counter(turn.rejection.reason for turn in rejected)
-    num_turns = len(sequences) + len(rejected)
+    # Duplicates are no fault of the chunk.
+    num_turns = len(sequences) + len(rejected) - reasons[DUPLICATE]
     where = f"{context.spec.name}: chunk {chunk}"
     needed = max(1, context.spec.generation.min_yield * num_turns)
     rejections = pa.Table.from_pylist([r.row() for r in rejected], REJECTED_SCHEMA)
@@ -185,13 +206,13 @@ def _write_sequences(
         raise DataError(
             f"{where}: {len(sequences)} of {num_turns} turns give a training sequence, generation.min_yield asks for "
             f"{context.spec.generation.min_yield:.0%}, at least one; rejected: {describe(reasons)}; first: "
-            f"{rejected[0].rejection.detail if rejected else 'none'}; all of them: "
+            f"{next((r.rejection.detail for r in rejected if r.rejection.reason != DUPLICATE), 'none')}; all of them: "
             f"{context.keep_rejected(identity, rejections)}"
         )
     context.log(
         f"{where}: {len(sequences):,} of {num_turns:,} turns give a training sequence; rejected: {describe(reasons)}"
     )
-    rows = [vars(sequence) for sequence in sequences]
+    rows = [{**vars(sequence), "root": (roots or {}).get(sequence.conversation_id)} for sequence in sequences]
     counts = sorted(count_supervised(sequences).items())
     pq.write_table(pa.Table.from_pylist(rows, SEQUENCE_SCHEMA), writer.folder / SEQUENCES)
     pq.write_table(rejections, writer.folder / REJECTED)

@@ -29,12 +29,15 @@ from speculators.train.distributed_batch_sampler import MultipackDistributedBatc
 from torch.utils.data import DataLoader, Dataset
 
 from eagle3_pipeline.errors import TrainingError, with_causes
+from eagle3_pipeline.store.fingerprint import token_lists_id
 from eagle3_pipeline.store.shards import read_index, shard_name
 from eagle3_pipeline.training.job import ChunkInput
+from eagle3_pipeline.training.split import conversation_groups
 
 Batch = dict[str, torch.Tensor]
 MIN_SEQUENCE_TOKENS = 3
 _COLUMNS = ["sequence_id", "conversation_id", "input_ids", "loss_mask"]
+_ROOT_COLUMNS = ["root", "turn", "num_prompt_tokens"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class SequenceTable:
         num_rows: int64 [N], rows of the sequence: its tokens but the last.
         masks: bool [sum of num_rows], row j of a sequence true if token j+1 is trained on.
         mask_start: int64 [N], first entry of a sequence in `masks`.
-        conversation_ids: N ids.
+        conversation_ids: N ids; those that begin with the same prompt have one, that of the first of them.
     """
 
     shards: list[str]
@@ -90,17 +93,41 @@ def load_sequences(chunks: Sequence[ChunkInput], num_layers: int, hidden_size: i
     shards: list[str] = []
     columns: dict[str, list[Any]] = {name: [] for name in ("shard", "row_start", "num_rows", "masks")}
     conversation_ids: list[str] = []
+    roots: dict[str, str | None] = {}
     for chunk in chunks:
-        table = pq.read_table(chunk.sequences, columns=_COLUMNS)
+        known = set(pq.read_schema(chunk.sequences).names)
+        table = pq.read_table(chunk.sequences, columns=[name for name in _COLUMNS + _ROOT_COLUMNS if name in known])
         places = _join(chunk, table, len(shards), num_layers, hidden_size, shards)
         for name, values in places.items():
             columns[name].append(values)
-        conversation_ids += table["conversation_id"].to_pylist()
+        found, own = table["conversation_id"].to_pylist(), conversation_roots(table)
+        conversation_ids += found
+        roots |= {name: own.get(name) for name in found if roots.get(name) is None}
     if not conversation_ids:
         raise TrainingError(f"the {len(chunks)} chunks hold no sequence")
     joined = {name: np.concatenate(parts) for name, parts in columns.items()}
     mask_start = np.cumsum(joined["num_rows"]) - joined["num_rows"]
-    return SequenceTable(shards=shards, mask_start=mask_start, conversation_ids=conversation_ids, **joined)
+    groups = conversation_groups(roots)
+    return SequenceTable(
+        shards=shards, mask_start=mask_start, conversation_ids=[groups[name] for name in conversation_ids], **joined
+    )
+
+
+def conversation_roots(table: pa.Table) -> dict[str, str]:
+    """What each conversation begins with: as the file says, else the prompt of its earliest sequence."""
+    roots: dict[str, str] = {}
+    if "root" in table.column_names:
+        pairs = zip(table["conversation_id"].to_pylist(), table["root"].to_pylist(), strict=True)
+        roots = {name: root for name, root in pairs if root}
+    if roots or not {"turn", "num_prompt_tokens"} <= set(table.column_names):
+        return roots
+    order = np.argsort(table["turn"].to_numpy(), kind="stable")
+    names, lengths = table["conversation_id"].to_pylist(), table["num_prompt_tokens"].to_pylist()
+    for i in order.tolist():
+        if names[i] not in roots:
+            prompt = table["input_ids"][i].values.to_numpy()[: lengths[i]]
+            roots[names[i]] = token_lists_id([prompt])
+    return roots
 
 
 def _join(

@@ -1,7 +1,7 @@
 """Which conversations validate: decided by a hash of the conversation's id, never by a seed or by order."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from eagle3_pipeline.errors import TrainingError
 
@@ -10,6 +10,18 @@ def conversation_position(conversation_id: str) -> float:
     """Where a conversation lies in [0, 1): the first 53 bits of the sha256 of its id."""
     digest = hashlib.sha256(conversation_id.encode()).digest()
     return (int.from_bytes(digest[:8], "big") >> 11) / 2**53
+
+
+def conversation_groups(roots: Mapping[str, str | None]) -> dict[str, str]:
+    """The id under which each conversation is split: of those that begin alike, the id of the first.
+
+    So no prompt is on both sides, and a conversation that shares its beginning with no other is split by its own id.
+
+    Args:
+        roots: what each conversation begins with, in the order of chunks and rows; `None`: unknown.
+    """
+    first: dict[str, str] = {}
+    return {name: first.setdefault(root, name) if root else name for name, root in roots.items()}
 
 
 def validation_conversations(conversation_ids: Iterable[str], fraction: float, min_samples: int) -> set[str]:

@@ -133,8 +133,8 @@ def test_a_turn_with_an_id_that_the_verifier_has_no_row_for_is_rejected_alone() 
     assert isinstance(fine, Prompt) and isinstance(bad, RejectedTurn)
     assert (bad.turn, bad.rejection.reason) == (2, "outside_vocabulary")
     assert bad.rejection.detail == f"token id {size} ('<|beyond|>'), the verifier's vocabulary has ids 0 to {size - 1}"
-    (bad,) = passthrough_sequences("c", turns("hi", "<|beyond|>"), template, SPEC)
-    assert isinstance(bad, RejectedTurn) and bad.rejection.reason == "outside_vocabulary"
+    (other,) = passthrough_sequences("c", turns("hi", "<|beyond|>"), template, SPEC)
+    assert isinstance(other, RejectedTurn) and other.rejection.reason == "outside_vocabulary"
     assert f"'<|beyond|>' ({size}) are rejected" in template.describe_vocabulary()
     assert "rejected" not in made(CHATML, tokenizer, vocab_size=size + 1).describe_vocabulary()
 

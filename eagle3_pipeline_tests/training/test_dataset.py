@@ -13,11 +13,13 @@ from speculators.train.data import CollateFn
 from transformers import LlamaForCausalLM
 
 from eagle3_pipeline.errors import TrainingError
+from eagle3_pipeline.store.fingerprint import token_lists_id
 from eagle3_pipeline.training.dataset import (
     HiddenStateDataset,
     PackedBatches,
     PackedCollate,
     SequenceTable,
+    conversation_roots,
     load_sequences,
     make_loader,
 )
@@ -180,3 +182,17 @@ def test_targets_counted_in_the_table_are_those_of_the_batches(chunks: list[dict
     assert sum(found) > 0
     positions = [int((batch["document_ids"] >= 0).sum()) for batch in packed]
     assert positions == [int(dataset.num_positions[numbers].sum()) for numbers in batches.of_epoch(1)]
+
+
+def test_what_a_conversation_begins_with_is_read_from_files_of_earlier_releases() -> None:
+    """They have no column for it: it is the prompt of the earliest sequence."""
+    rows = {
+        "conversation_id": ["a", "b", "a"],
+        "turn": [2, 0, 0],
+        "input_ids": [[1, 2, 3, 4, 5], [1, 2, 9], [1, 2, 3]],
+        "num_prompt_tokens": [4, 2, 2],
+    }
+    found = conversation_roots(pa.table(rows))
+    assert found == {"a": token_lists_id([[1, 2]]), "b": token_lists_id([[1, 2]])}
+    assert conversation_roots(pa.table(rows | {"root": ["r", "s", "r"]})) == {"a": "r", "b": "s"}
+    assert conversation_roots(pa.table({"conversation_id": ["a"]})) == {}

@@ -241,8 +241,10 @@ def evaluate_served(context: StageContext) -> StageResult:
 def _serve(
     context: StageContext, identity: Identity, checkpoint: Artifact, baseline: Artifact, writer: ArtifactWriter
 ) -> Produced:
-    served, started = draft_evaluation._serve(context, identity, checkpoint, writer.folder)
-    expected = {row["sequence_id"]: row for row in pq.read_table(baseline.path(baseline_stage.SEQUENCES)).to_pylist()}
+    sequences = pq.read_table(baseline.path(baseline_stage.SEQUENCES)).to_pylist()
+    prompts = baseline_stage.asked(sequences)
+    served, started = draft_evaluation._serve(context, identity, checkpoint, writer.folder, prompts)
+    expected = {row["sequence_id"]: row for row in sequences}
     speeds = {r["category"]: r for r in pq.read_table(baseline.path(baseline_stage.SPEEDS)).to_pylist()}
     engine, rows, notes = draft_evaluation._engine(context, checkpoint), [], list[str]()
     for part in served:
