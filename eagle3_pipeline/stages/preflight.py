@@ -32,6 +32,8 @@ def preflight(context: StageContext, offline: bool = False, dummy_load: bool = F
     verifier, checks = attempt("verifier files", "whole", lambda: context.find_verifier(offline))
     if verifier:
         checks += pipeline_checks(context)
+        # Not part of those: chunks do without these prompts, and what needs them is not begun before they fit.
+        checks += attempt("evaluation prompts", "fit", lambda: _count_prompts(context))[1]
         layers = attempt("", "", lambda: verifier.geometry(spec.capture))[0]
         engine = context.capturing_engine_spec() if layers else context.engine_spec()
         checks += engine_checks(context, engine, verifier)
@@ -60,7 +62,6 @@ def pipeline_checks(context: StageContext) -> list[Check]:
         checks += attempt("end of an answer", "stops the verifier", lambda: _check_end(context))[1]
         checks += attempt("tokenizer", "ids", lambda: chat_template(context).describe_vocabulary())[1]
     checks.append(_check_positions(spec, verifier))
-    checks += attempt("evaluation prompts", "fit", lambda: _count_prompts(context))[1]
     training = spec.training
     checks += check_processes(training.num_processes, training.accumulate, context.engines.num_gpus)
     return [*checks, *draft_checks(context)]

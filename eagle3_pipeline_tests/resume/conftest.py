@@ -236,6 +236,7 @@ FAKE: dict[str, dict[str, Any]] = {
     "generation": {"max_new_tokens": 6, "max_sequence_tokens": 96},
     # The fake engine's states are not those of any model.
     "capture": {"min_next_token_agreement": 0.0},
+    "vocab": {"draft_vocab_size": 64},
     "training": {"batch_tokens": 96},
     # Two requests are in flight at a time: twice max_num_seqs.
     "resources": {"num_gpus": 0, "max_num_seqs": 1, "idle_timeout_s": 2.0},

@@ -33,6 +33,7 @@ NUM_PROMPTS = 12
 VLLM: dict[str, dict[str, Any]] = {
     "dataset": {"samples_per_chunk": NUM_PROMPTS},
     "generation": {"max_new_tokens": 64, "max_sequence_tokens": 160},
+    "vocab": {"draft_vocab_size": 64},
     "training": {"batch_tokens": 160},
     "resources": {"num_gpus": 0, "max_num_seqs": 1, "max_num_batched_tokens": 256, "idle_timeout_s": 5.0},
 }

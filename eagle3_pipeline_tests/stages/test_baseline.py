@@ -42,6 +42,7 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StageCo
             "verifier": {"model": str(tmp_path / "tiny")},
             "dataset": {"path": "none"},
             "generation": {"max_new_tokens": 6, "max_sequence_tokens": 96},
+            "vocab": {"draft_vocab_size": 64},
             "training": {"batch_tokens": 96},
             "evaluation": {
                 "prompts": str(tmp_path / "prompts.jsonl"),

@@ -75,8 +75,9 @@ SETTINGS: list[tuple[dict[str, dict[str, Any]], str]] = [
 @pytest.mark.parametrize(("sections", "message"), SETTINGS, ids=[message for _, message in SETTINGS])
 def test_settings(llama: Path, tmp_path: Path, sections: dict[str, dict[str, Any]], message: str) -> None:
     context = _context(llama, tmp_path, **sections)
-    assert any(message in line for line in _failed(context)), _failed(context)
     assert any(message in check.line() for check in preflight(context) if not check.passed)
+    # Evaluation prompts are checked before a selection runs that needs them.
+    assert "evaluation" in sections or any(message in line for line in _failed(context)), _failed(context)
 
 
 def test_draft_heads_are_split_over_the_gpus_of_an_engine(llama: Path, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StageCo
             "verifier": {"model": str(tmp_path / "tiny")},
             "dataset": {"path": str(tmp_path / "rows.jsonl"), "samples_per_chunk": 5},
             "generation": {"max_new_tokens": 6, "max_sequence_tokens": 96},
+            "vocab": {"draft_vocab_size": 64},
             "capture": {"min_next_token_agreement": 0.0},
             "training": {"batch_tokens": 96},
             "resources": {"num_gpus": 0},

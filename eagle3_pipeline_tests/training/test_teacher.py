@@ -72,4 +72,4 @@ def test_speculators_own_forward_takes_the_same_targets(tmp_path: Path) -> None:
     batch: Batch = PackedCollate(None)([sample])
     own = OwnForward(model, 2, 1.0)(batch).loss
     ours = forwards(model, 2, 1.0)["eager loss"](only_supervised(batch, 2, 1))
-    torch.testing.assert_close(ours.loss, own, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours.loss, own, rtol=1e-3, atol=1e-5)

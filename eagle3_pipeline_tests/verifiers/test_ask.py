@@ -182,7 +182,7 @@ def test_only_what_0_1_0_did_otherwise_enters_fingerprints(tmp_path: Path) -> No
         "granite": T.GraniteConfig(**SIZES),
         "deepseek": T.DeepseekV3Config(),
     }
-    other = {
+    other: dict[str, tuple[Any, dict[str, Any]]] = {
         "qwen3_next": (T.Qwen3NextConfig(**SIZES), {"gain_offset": 1.0}),
         "gemma2": (T.Gemma2Config(**SIZES), {"softcap": 30.0}),
         "cohere": (T.CohereConfig(**SIZES), {"norm": "layer", "scale": 0.0625}),
