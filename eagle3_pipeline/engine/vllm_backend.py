@@ -99,6 +99,8 @@ def _corrections(spec: EngineSpec) -> list[str]:
 def set_environment(spec: EngineSpec) -> None:
     """Variables that vLLM, and `vllm_worker` in its workers, read on import."""
     os.environ[VARIABLE] = ",".join(_corrections(spec))
+    # Preflight knows the limit, that of YaRN too, where the config's own number is the one before scaling.
+    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     avoid_multicast()
@@ -125,9 +127,12 @@ class VllmBackend:
         set_environment(spec)
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
         from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = engine_arguments(spec)
+        if arguments.get("attention_backend") not in AttentionBackendEnum.__members__:
+            arguments.pop("attention_backend", None)
         if "kv_transfer_config" in arguments:
             arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))

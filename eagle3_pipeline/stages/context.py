@@ -126,17 +126,12 @@ class StageContext:
             "model_id": verifier.content_id,
             "dtype": self.spec.verifier.dtype,
             "trust_remote_code": self.spec.verifier.trust_remote_code,
-            "max_model_len": self._max_model_len(),
+            "max_model_len": verifier.engine_length(self.spec.generation.max_sequence_tokens),
             "num_gpus": resources.tensor_parallel_size if self.engines.num_gpus else 0,
             "backend": default_backend(),
         }
         shared = set(EngineSpec.__dataclass_fields__) & set(type(resources).model_fields) - {"num_gpus"}
         return EngineSpec(**{**fields, **{name: getattr(resources, name) for name in shared}, **changes})
-
-    def _max_model_len(self) -> int:
-        """One position more than the longest sequence, where there is one: a draft proposes beyond the last token."""
-        longest, limit = self.spec.generation.max_sequence_tokens, self.verifier.max_positions
-        return min(longest + 1, limit) if limit >= longest else longest + 1
 
     def capturing_engine_spec(self) -> EngineSpec:
         """The engine that generates and captures."""

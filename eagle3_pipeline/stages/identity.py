@@ -115,7 +115,8 @@ def generations_identity(
     spec: PipelineSpec, verifier: Verifier, dataset_content: str, chunk: Chunk | None = None
 ) -> Identity:
     """The training sequences of a chunk; where it repeats prompts of earlier chunks, which of them."""
-    inputs = {"verifier": verifier.content_id, "dataset": dataset_content, **_date_told(spec, verifier)}
+    inputs: dict[str, Any] = {"verifier": verifier.content_id, "dataset": dataset_content, **_date_told(spec, verifier)}
+    inputs |= _length_of_engine(spec, verifier)
     if spec.generation.mode == "regenerate" and chunk and chunk.repeated_turns_id:
         inputs["repeated_turns"] = chunk.repeated_turns_id
     return identify(spec, SYNTHETIC_GENERATIONS, inputs)
@@ -132,6 +133,7 @@ def hidden_states_identity(spec: PipelineSpec, verifier: Verifier, input_ids_con
     """The states of a chunk: by verifier, layers and ordered token ids; masks do not enter."""
     layers = list(verifier.geometry(spec.capture).layer_ids)
     inputs = {"verifier": verifier.content_id, "layer_ids": layers, "input_ids": input_ids_content}
+    inputs |= _length_of_engine(spec, verifier)
     return identify(spec, HIDDEN_STATES, inputs, verifier)
 
 
@@ -145,7 +147,20 @@ def baseline_identity(spec: PipelineSpec, verifier: Verifier, prompts: bytes) ->
     layers = list(verifier.geometry(spec.capture).layer_ids)
     prompts_id = hashlib.sha256(prompts).hexdigest()[:32]
     inputs = {"verifier": verifier.content_id, "layer_ids": layers, "prompts": prompts_id, **_date_told(spec, verifier)}
+    inputs |= _length_of_engine(spec, verifier)
     return identify(spec, BASELINE, inputs, verifier)
+
+
+def _length_of_engine(spec: PipelineSpec, verifier: Verifier) -> dict[str, list[str]]:
+    """What the length of its engines changes in a verifier's arithmetic, where it does.
+
+    Release 0.1.0 gave engines one position more than a limit that equals the longest sequence, and so switched on what
+    is off now.
+    """
+    longest = spec.generation.max_sequence_tokens
+    switched = verifier.switched_on(longest)
+    was_on = longest in verifier.length_switches.values() and longest < verifier.max_positions
+    return {"switched_on": switched} if switched or was_on else {}
 
 
 def _date_told(spec: PipelineSpec, verifier: Verifier) -> dict[str, str]:

@@ -1,7 +1,10 @@
 """Preflight of a pipeline: model, template, devices, memory, disk. Starts nothing, imports neither torch nor vLLM."""
 
+import contextlib
+
 from eagle3_pipeline.config import PipelineSpec
 from eagle3_pipeline.data.verifier import Verifier
+from eagle3_pipeline.engine.corrections import UNDRAFTED, corrections
 from eagle3_pipeline.engine.devices import gpu_memory
 from eagle3_pipeline.engine.preflight import (
     Check,
@@ -11,11 +14,14 @@ from eagle3_pipeline.engine.preflight import (
     check_gpus,
     check_pool,
     check_processes,
+    check_processor,
+    check_registry,
     check_writable,
 )
-from eagle3_pipeline.engine.spec import EngineSpec
+from eagle3_pipeline.engine.spec import VLLM_BACKEND, EngineSpec
+from eagle3_pipeline.engine.vllm_registry import ask_registry
 from eagle3_pipeline.errors import ConfigError, EngineError
-from eagle3_pipeline.stages.context import StageContext
+from eagle3_pipeline.stages.context import SCRATCH, StageContext
 from eagle3_pipeline.stages.draft_checks import attempt, draft_checks
 from eagle3_pipeline.stages.templates import chat_template, prompt_rows
 
@@ -62,6 +68,7 @@ def pipeline_checks(context: StageContext) -> list[Check]:
         checks += attempt("end of an answer", "stops the verifier", lambda: _check_end(context))[1]
         checks += attempt("tokenizer", "ids", lambda: chat_template(context).describe_vocabulary())[1]
     checks.append(_check_positions(spec, verifier))
+    checks += _check_length(spec, verifier)
     training = spec.training
     checks += check_processes(training.num_processes, training.accumulate, context.engines.num_gpus)
     return [*checks, *draft_checks(context)]
@@ -69,7 +76,7 @@ def pipeline_checks(context: StageContext) -> list[Check]:
 
 def engine_checks(context: StageContext, engine: EngineSpec, verifier: Verifier) -> list[Check]:
     """Checks of devices, memory and folders for one engine."""
-    checks = _writable(context)
+    checks = [*_writable(context), *_vllm_checks(context, engine, verifier)]
     if not engine.num_gpus:
         return [*checks, check_cpu_memory(engine, verifier.weight_bytes)]
     gpus = gpu_memory()
@@ -80,6 +87,27 @@ def engine_checks(context: StageContext, engine: EngineSpec, verifier: Verifier)
     if len(gpus) >= engine.num_gpus:
         checks.append(check_gpu_fit(engine, verifier.weight_bytes, verifier.kv_bytes_per_token, gpus))
     return checks
+
+
+def _vllm_checks(context: StageContext, engine: EngineSpec, verifier: Verifier) -> list[Check]:
+    """What the installed vLLM and this processor can do; not asked where another backend answers."""
+    if engine.backend != VLLM_BACKEND:
+        return []
+    answer = ask_registry(verifier.architecture, context.home / SCRATCH / "vllm")
+    checks = [check_registry(answer, verifier.architecture, bool(engine.layer_ids or engine.draft_path))]
+    if engine.layer_ids and checks[0].passed:
+        proved = UNDRAFTED in corrections(engine.model_path, True, not engine.num_gpus, answer.version)
+        way = "without drafts" if proved else "as vLLM does it, which is slower: nothing faster was proved for it"
+        checks.append(Check("way of capturing", True, way, "one that the engine's smoke test proves"))
+    if not engine.num_gpus:
+        checks.append(check_processor(_processor_flags()))
+    return checks
+
+
+def _processor_flags() -> frozenset[str]:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        return next((frozenset(line.split()) for line in file if line.startswith("flags")), frozenset())
+    return frozenset()
 
 
 def _check_breaker(context: StageContext, engine: EngineSpec) -> Check:
@@ -132,6 +160,21 @@ def _check_end(context: StageContext) -> str:
         f"the template ends an answer with {end!r}, of which no token is EOS or in verifier.stop_tokens: the verifier "
         "would not stop there but at generation.max_new_tokens; add the token that ends a turn to verifier.stop_tokens"
     )
+
+
+def _check_length(spec: PipelineSpec, verifier: Verifier) -> list[Check]:
+    """What the length of all engines of this pipeline decides, for verifiers that compute otherwise in longer ones."""
+    longest = spec.generation.max_sequence_tokens
+    length, switched = verifier.engine_length(longest), verifier.switched_on(longest)
+    checks = []
+    for name, limit in verifier.length_switches.items():
+        state = f"{'on' if name in switched else 'off'}: engines of {length:,} tokens, they switch beyond {limit:,}"
+        # The draft would copy the verifier's rotary embedding, which training applies by each sequence's own length.
+        fits = name not in switched or not name.startswith("long factors") or spec.draft.rope_theta is not None
+        needed = "the same where the draft is served (vllm serve --max-model-len)"
+        advice = f"give draft.rope_theta, or lower generation.max_sequence_tokens to {limit:,}"
+        checks.append(Check(name, fits, state, needed, advice))
+    return checks
 
 
 def _check_positions(spec: PipelineSpec, verifier: Verifier) -> Check:

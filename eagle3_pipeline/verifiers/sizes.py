@@ -27,6 +27,26 @@ _TOP_K_KEYS = (
 )
 
 
+# vLLM tunes the temperature of Llama 4's attention from this length of the engine on, unless the model's files say so.
+_LLAMA4_TUNED_BEYOND = 32768
+
+
+def length_switches(config: Mapping[str, Any]) -> dict[str, int]:
+    """What an engine computes otherwise once its `max_model_len` is larger than this, whatever a sequence's length.
+
+    Long RoPE: vLLM takes the long factors for all sequences (`Phi3LongRoPEScaledRotaryEmbedding`), Transformers for
+    those that are longer. Llama 4: vLLM's `Llama4ForCausalLM`.
+    """
+    found = {}
+    for rope in rope_variants(config):
+        original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+        if (rope.get("rope_type") or rope.get("type")) in ("longrope", "su") and isinstance(original, int):
+            found["long factors of the rotary embedding"] = original
+    if str(config.get("model_type", "")).startswith("llama4"):
+        found["temperature tuning of attention"] = _LLAMA4_TUNED_BEYOND
+    return found
+
+
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether tokens are sent to experts."""
     return any(config.get(key) for key in EXPERT_KEYS)

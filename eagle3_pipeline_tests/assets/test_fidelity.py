@@ -53,6 +53,34 @@ def test_states_that_do_not_predict_the_answers_are_refused(pipeline: Pipeline) 
     assert published(pipeline.home, "hidden_states") == []
 
 
+def test_an_engine_that_decodes_wrongly_while_it_captures_does_both_apart(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE3_FAKE_FAIL", "wrong_decoding:smoke")
+    assert pipeline.run("prepare_data", FIRST).success
+    result = pipeline.run("generate_and_capture", FIRST)
+    assert result.success, failure(result)
+    assert metadata(result, "hidden_states")["one_pass"] == 0
+
+
+def test_answers_of_an_engine_that_decoded_wrongly_are_taken_back(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It passes its smoke test; the next attempt generates and captures apart."""
+    # Names of sequences are hexadecimal numbers, most of which hold an `a`.
+    monkeypatch.setenv("EAGLE3_FAKE_FAIL", "wrong_decoding:a")
+    assert pipeline.run("prepare_data", FIRST).success
+    result = pipeline.run("generate_and_capture", FIRST)
+    assert "the states of answers" in failure(result)
+    assert published(pipeline.home, "synthetic_generations") == published(pipeline.home, "hidden_states") == []
+    quarantined = list((pipeline.home / "store" / "quarantine").glob("synthetic_generations*"))
+    assert len(quarantined) == 1
+    assert not list((pipeline.home / "scratch" / "synthetic_generations").glob("*/journal.jsonl"))
+    result = pipeline.run("generate_and_capture", FIRST)
+    assert result.success, failure(result)
+    assert metadata(result, "hidden_states")["one_pass"] == 0
+
+
 def test_an_engine_that_samples_garbage_while_it_captures_does_both_apart(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

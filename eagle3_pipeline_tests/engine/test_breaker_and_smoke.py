@@ -5,15 +5,23 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from eagle3_pipeline.engine import host
-from eagle3_pipeline.engine.breaker import read_failures, record_failure, reset_failures
+from eagle3_pipeline.engine.breaker import (
+    distrust,
+    distrusted,
+    forget_distrust,
+    read_failures,
+    record_failure,
+    reset_failures,
+)
 from eagle3_pipeline.engine.manager import EngineManager
-from eagle3_pipeline.engine.smoke import judge_sampling
+from eagle3_pipeline.engine.smoke import judge_sampling, row_differences, share_off
 from eagle3_pipeline.engine.state import EngineState
 from eagle3_pipeline.errors import EngineError
-from eagle3_pipeline_tests.engine.conftest import engine_spec
+from eagle3_pipeline_tests.engine.conftest import capturing_spec, engine_spec
 
 
 def test_a_start_that_failed_by_itself_fails_the_next_request_at_once(
@@ -82,6 +90,47 @@ def test_the_smoke_test_decides_about_sampling(manager: EngineManager, monkeypat
     monkeypatch.setenv("EAGLE3_FAKE_FAIL", "garbage")
     with manager.acquire(engine_spec(), print) as client:
         assert not client.may_sample
+
+
+def test_the_smoke_test_proves_decoding_while_capturing(
+    manager: EngineManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with manager.acquire(capturing_spec(), print) as client:
+        assert client.smoke["may_decode"] and not client.smoke["decoding_fault"]
+    manager.stop_all(print)
+    monkeypatch.setenv("EAGLE3_FAKE_FAIL", "wrong_decoding:smoke")
+    with manager.acquire(capturing_spec(), print) as client:
+        # Three prompts of 5, 12 and 19 tokens, 32 new ones each; of the last one there is no state.
+        assert not client.smoke["may_decode"]
+        assert "of 93 decoded tokens" in client.smoke["decoding_fault"]
+    assert manager.last_smoke(capturing_spec())["decoding_fault"] == client.smoke["decoding_fault"]
+
+
+def test_states_that_cannot_be_captured_prove_nothing(manager: EngineManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE3_FAKE_FAIL", "no_rows:smoke")
+    with manager.acquire(capturing_spec(), print) as client:
+        assert "0 rows were captured of" in client.smoke["decoding_fault"]
+
+
+def test_rows_are_compared_one_by_one() -> None:
+    """Of 10 rows of 2 layers, 3 are off in one layer by a quarter, a half, and all of their size."""
+    right = np.ones((10, 2, 4), dtype=np.float32)
+    found = right.copy()
+    found[1, 0], found[4, 1], found[7, 1] = 1.25, 1.5, 2.0
+    differences = row_differences(found, right)
+    assert differences[[1, 4, 7], [0, 1, 1]].tolist() == [0.25, 0.5, 1.0]
+    assert [share_off(differences, limit) for limit in (0.2, 0.3, 0.6, 1.0)] == [0.3, 0.2, 0.1, 0.0]
+    assert share_off(differences[:0], 0.1) == 0.0
+
+
+def test_a_reset_forgets_that_answers_were_wrong(tmp_path: Path) -> None:
+    assert distrusted(tmp_path) == ""
+    distrust(tmp_path, "garbage")
+    assert distrusted(tmp_path) == "garbage"
+    assert not reset_failures(tmp_path), "a finished job does not make it trusted"
+    assert distrusted(tmp_path) == "garbage"
+    assert forget_distrust(tmp_path) and not forget_distrust(tmp_path)
+    assert distrusted(tmp_path) == ""
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from eagle3_pipeline.data.verifier_head import VerifierHead, load_head
 from eagle3_pipeline.errors import CaptureError
-from eagle3_pipeline.stages.next_token import check_greedy, check_sampled, spread_rows
+from eagle3_pipeline.stages.next_token import check_greedy, check_sampled, check_teacher, spread_rows
 from eagle3_pipeline.verifiers.formula import HeadFormula
 from eagle3_pipeline_tests.state_parity import reference_states
 from eagle3_pipeline_tests.tiny_model import VOCAB_SIZE, make_tiny_llama
@@ -118,3 +118,32 @@ def test_only_the_file_of_the_head_is_opened(folder: Path, tmp_path: Path, monke
     (tmp_path / "split" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     found = load_head(str(tmp_path / "split"))
     assert found and found.logits(np.ones((1, 128), np.float32)).shape == (1, VOCAB_SIZE)
+
+
+def _told(logits: np.ndarray, k: int = 20) -> tuple[list[list[int]], list[list[float]]]:
+    """The k most likely tokens of each row and their log-probabilities, as an engine gives them."""
+    log_p = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
+    best = np.argsort(-log_p, axis=1)[:, :k]
+    return best.tolist(), np.take_along_axis(log_p, best, axis=1).tolist()
+
+
+def test_the_teacher_has_the_engines_log_probabilities(head: VerifierHead, greedy: tuple) -> None:
+    states = greedy[0][NUM_LAYERS]
+    tokens, logprobs = _told(head.logits(states))
+    assert abs(check_teacher(head, rounded(states), tokens, logprobs, 0.03, "here")["teacher_kl"]) < 1e-3
+
+
+@pytest.mark.parametrize("scale", [0.8, 1.25])
+def test_a_teacher_with_the_same_argmax_and_other_log_probabilities_is_refused(
+    head: VerifierHead, greedy: tuple, scale: float
+) -> None:
+    states = greedy[0][NUM_LAYERS]
+    right, wrong = head.logits(states), scale * head.logits(states)
+    assert (right.argmax(axis=1) == wrong.argmax(axis=1)).all()
+    tokens, logprobs = _told(wrong, k=VOCAB_SIZE)
+    p, q = (np.exp(x - x.max(axis=1, keepdims=True)) for x in (wrong, right))
+    p, q = (x / x.sum(axis=1, keepdims=True) for x in (p, q))
+    divergence = float((p * np.log(p / q)).sum(axis=1).mean())
+    assert divergence > 0.03
+    with pytest.raises(CaptureError, match=f"{divergence:.3g} nats"):
+        check_teacher(head, states, tokens, logprobs, 0.03, "here")
