@@ -20,7 +20,7 @@ from eagle3_pipeline.evaluation.prompts import read_prompt_bytes
 from eagle3_pipeline.stages import identity as ids
 from eagle3_pipeline.stages.capture import captured_tokens, check_recaptured, prefill, seal_capture
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
-from eagle3_pipeline.stages.engines import decodes_while_capturing, timed_engine
+from eagle3_pipeline.stages.engines import choose_passes, timed_engine
 from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
 from eagle3_pipeline.stages.speeds import Prompts, greedy_sampling, measure_batch_speeds, time_answers, warm_up
 from eagle3_pipeline.stages.templates import answer_text, chat_template, prompt_rows, question_rows
@@ -89,16 +89,17 @@ def _answer_once(context: StageContext, identity: Identity, folder: Path) -> tup
             return sequences, 0.0
         context.log(f"{context.spec.name}: the evaluation prompts are rendered otherwise than before: answering anew")
         _clear(context, identity, folder)
-    together = decodes_while_capturing(context, sampled=False)
-    sequences, starts = _answer(context, identity, folder, together)
+    passes = choose_passes(context, sampled=False)
+    sequences, starts = _answer(context, identity, folder, passes.together)
+    starts += passes.num_engine_starts
     tokens = captured_tokens(sequences)
-    if not together:
+    if not passes.together:
         starts += prefill(context, "capturing the baseline", tokens, identity, folder)["num_engine_starts"]
     records = written_records(folder, context.verifier.geometry(context.spec.capture))
     where = f"{context.spec.name}: baseline"
     seal_capture(context, where, folder, tokens, records, identity.fingerprint)
     try:
-        check_recaptured(context, where, folder, sequences, identity, together)
+        check_recaptured(context, where, folder, sequences, identity, passes.together)
     except DecodingError as error:
         context.engines.distrust(context.capturing_engine_spec(), str(error))
         _clear(context, identity, folder)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle3_pipeline.engine.client import EngineClient
 from eagle3_pipeline.engine.preflight import Check
@@ -29,10 +29,28 @@ def open_engine(context: StageContext, engine: EngineSpec, after_chunks: bool = 
     return context.engines.acquire(engine, context.log, check, after_chunks)
 
 
-def decodes_while_capturing(context: StageContext, sampled: bool) -> bool:
+class Passes(NamedTuple):
+    """How answers and states are made.
+
+    Attributes:
+        together: answers come from the engine that captures, with their states.
+        num_engine_starts: of the engine that was asked.
+        engine_wait_s: seconds that this took.
+    """
+
+    together: bool
+    num_engine_starts: float = 0.0
+    engine_wait_s: float = 0.0
+
+    def add_to(self, speed: dict[str, float]) -> dict[str, float]:
+        """What `run_prompts` tells of its engine, with the start that came before."""
+        return speed | {name: speed[name] + getattr(self, name) for name in ("num_engine_starts", "engine_wait_s")}
+
+
+def choose_passes(context: StageContext, sampled: bool) -> Passes:
     """Whether answers may come from the engine that captures, with their states; where not, the log says why.
 
-    An engine that never started is started, to be asked.
+    An engine that does not run is started, to be asked, unless its last start said no.
 
     Args:
         context: the pipeline.
@@ -43,12 +61,13 @@ def decodes_while_capturing(context: StageContext, sampled: bool) -> bool:
     """
     engine = context.capturing_engine_spec()
     why = context.engines.distrusted(engine) or _decoding_fault(context.engines.last_smoke(engine), sampled)
+    starts = waited = 0.0
     if not why:
         with open_engine(context, engine) as client:
-            why = _decoding_fault(client.smoke, sampled)
+            why, starts, waited = _decoding_fault(client.smoke, sampled), float(client.started), client.waited_s
     if why:
         context.log(f"answers and states are made in two passes, by two engines: {why}")
-    return not why
+    return Passes(not why, starts, waited)
 
 
 def _decoding_fault(smoke: dict[str, Any], sampled: bool) -> str:

@@ -44,7 +44,7 @@ from eagle3_pipeline.stages.capture import (
     seal_capture,
 )
 from eagle3_pipeline.stages.context import Identity, Produced, StageContext, StageResult
-from eagle3_pipeline.stages.engines import decodes_while_capturing
+from eagle3_pipeline.stages.engines import Passes, choose_passes
 from eagle3_pipeline.stages.prompting import PromptBatch, run_prompts
 from eagle3_pipeline.stages.templates import chat_template
 from eagle3_pipeline.store.fingerprint import digest, rows_content_id, token_lists_id
@@ -166,8 +166,8 @@ def _regenerate(
     prompts = [item for item in items if isinstance(item, Prompt)]
     rejected = [item for item in items if isinstance(item, RejectedTurn)]
     folder = context.scratch(identity)
-    if captured and not decodes_while_capturing(context, spec.temperature > 0):
-        captured = None
+    passes = choose_passes(context, spec.temperature > 0) if captured else Passes(False)
+    captured = captured if passes.together else None
     if captured:
         context.require_capture_space(captured, sum(len(p.input_ids) + spec.max_new_tokens for p in prompts))
     sampling = {
@@ -181,6 +181,7 @@ def _regenerate(
     rows = [{"sequence_id": p.sequence_id, "input_ids": p.input_ids} for p in prompts]
     batch = PromptBatch(f"generating chunk {chunk}", folder, rows, sampling, captured, include_output=True)
     answers, speed = run_prompts(context, engine, batch)
+    speed = passes.add_to(speed)
     outcomes = [sequence_from_answer(p, answers[p.sequence_id], template, spec) for p in prompts]
     rejected += [outcome for outcome in outcomes if isinstance(outcome, RejectedTurn)]
     return _split(outcomes), rejected, speed

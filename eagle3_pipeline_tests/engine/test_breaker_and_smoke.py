@@ -1,14 +1,16 @@
 """An engine that keeps failing fails fast; an engine that samples garbage is found out."""
 
+import asyncio
 import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from eagle3_pipeline.engine import host
+from eagle3_pipeline.engine import host, smoke
 from eagle3_pipeline.engine.breaker import (
     distrust,
     distrusted,
@@ -22,6 +24,7 @@ from eagle3_pipeline.engine.smoke import judge_sampling, row_differences, share_
 from eagle3_pipeline.engine.state import EngineState
 from eagle3_pipeline.errors import EngineError
 from eagle3_pipeline_tests.engine.conftest import capturing_spec, engine_spec
+from eagle3_pipeline_tests.fake_engine import FakeBackend
 
 
 def test_a_start_that_failed_by_itself_fails_the_next_request_at_once(
@@ -106,10 +109,24 @@ def test_the_smoke_test_proves_decoding_while_capturing(
     assert manager.last_smoke(capturing_spec())["decoding_fault"] == client.smoke["decoding_fault"]
 
 
-def test_states_that_cannot_be_captured_prove_nothing(manager: EngineManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EAGLE3_FAKE_FAIL", "no_rows:smoke")
-    with manager.acquire(capturing_spec(), print) as client:
-        assert "0 rows were captured of" in client.smoke["decoding_fault"]
+class _Unwritten(FakeBackend):
+    """Answers, and captures nothing of the smoke test."""
+
+    def _write_states(self, *_: Any) -> None:
+        """Nothing."""
+
+
+def test_states_that_are_not_captured_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smoke, "_WRITTEN_WITHIN_S", 0.1)
+
+    async def run() -> dict[str, Any]:
+        backend = _Unwritten()
+        await backend.start(capturing_spec())
+        return await smoke.smoke_test(backend, capturing_spec())
+
+    found = asyncio.run(run())
+    assert not found["may_decode"] and found["may_sample"]
+    assert "3 of 3 sequences were not captured" in found["decoding_fault"]
 
 
 def test_rows_are_compared_one_by_one() -> None:

@@ -40,6 +40,7 @@ class Logs:
                 "verifier": {"model": str(self.folder / "tiny")},
                 "dataset": {"path": str(self.folder / "data" / "*"), "samples_per_chunk": 20},
                 "generation": {"max_new_tokens": 6, "max_sequence_tokens": 400, "mode": mode},
+                "vocab": {"draft_vocab_size": 64},
                 "resources": {"num_gpus": 0},
             }
         )
