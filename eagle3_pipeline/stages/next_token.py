@@ -13,7 +13,7 @@ MOST_ROWS = 256
 # A gap of the two best logits below this share of (best - mean) may turn over by bf16 rounding of the states.
 NEAR_TIE = 0.01
 # Fewer rows agree with answers that were decoded wrongly; between this and the limit it may be rounding.
-WRONG_AGREEMENT = 0.9
+WRONG_AGREEMENT = 0.5
 TOP_K = 20
 
 

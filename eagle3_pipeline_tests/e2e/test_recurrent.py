@@ -46,7 +46,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
 
 def _pipeline(home: Home, name: str, kind: str) -> PipelineSpec:
     model = {"model": f"${{EAGLE3_HOME}}/models/{kind}", "dtype": DTYPES[kind]}
-    spec = home.write_pipeline(name, verifier=model, draft=DRAFT, vocab={"draft_vocab_size": 200, "min_coverage": 0.0})
+    spec = home.write_pipeline(
+        name,
+        verifier=model,
+        draft=DRAFT,
+        vocab={"draft_vocab_size": 200, "min_coverage": 0.0},
+        # In bf16 rounding sends tokens of a random model to other experts: decoded and prefilled rows differ by more.
+        capture={"min_next_token_agreement": 0.7},
+    )
     home.sync(spec)
     return spec
 
@@ -118,6 +125,8 @@ def test_so_does_the_check_of_a_chunk_and_its_answers_are_taken_back(
     monkeypatch.setenv("EAGLE3_TEST_NO_SMOKE", "1")
     context = _prepared(home, "unsmoked")
     context.engines.stop_all(print)
+    # What the test before left.
+    (context.engines.folder / context.capturing_engine_spec().engine_id / "smoke.json").unlink()
     with pytest.raises(DecodingError, match="of answers"):
         materialise_outputs(context, CHUNK)
     assert (

@@ -1,9 +1,9 @@
 """Does an engine decode, while it captures, what a prefill of the same tokens gives? One family after the other.
 
-    python -m eagle3_pipeline_tests.families.decoding KIND... [--mode vllm] [--dtype bfloat16] [--gpus 1]
+    python -m eagle3_pipeline_tests.families.decoding [KIND...] [--mode vllm] [--dtype bfloat16] [--gpus 1]
 
-Prints a line of JSON for each: the architecture, vLLM's version, whether capture ran with our corrections (`undrafted`)
-or as vLLM does it (`vllm`), and the shares of rows that the smoke test found off.
+Without names: all. Prints a line of JSON for each: the architecture, vLLM's version, whether capture ran with our
+corrections (`undrafted`) or as vLLM does it (`vllm`), and the shares of rows that the smoke test found off.
 """
 
 import argparse
@@ -18,7 +18,12 @@ import numpy as np
 from eagle3_pipeline.engine import corrections, smoke
 from eagle3_pipeline.engine.spec import EngineSpec
 from eagle3_pipeline.engine.vllm_backend import VllmBackend
+from eagle3_pipeline.engine.vllm_registry import ask_registry
+from eagle3_pipeline.errors import EngineError
 from eagle3_pipeline_tests.families import builders
+
+# Their kernels on CPUs take nothing else.
+_IN_BF16 = ("qwen3_next", "qwen3_5")
 
 
 def measure(folder: Path, mode: str, dtype: str, gpus: int, eager: bool) -> dict[str, Any]:
@@ -69,9 +74,9 @@ def measure(folder: Path, mode: str, dtype: str, gpus: int, eager: bool) -> dict
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kinds", nargs="+")
+    parser.add_argument("kinds", nargs="*", default=builders.KINDS)
     parser.add_argument("--mode", choices=["undrafted", "vllm"], default="undrafted")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="", help="default: float32, bfloat16 where vLLM's kernels need it")
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "eagle3-families")
@@ -82,13 +87,15 @@ def main() -> None:
             if not (folder / "config.json").exists():
                 folder.mkdir(parents=True, exist_ok=True)
                 builders.make_family(kind, folder)
-            found = measure(folder, arguments.mode, arguments.dtype, arguments.gpus, arguments.eager)
+            answer = ask_registry(corrections.architecture(str(folder)), arguments.models / "registry")
+            if not answer.gives_states:
+                why = answer.error or ("no SupportsEagle3" if answer.known else "not in the registry")
+                raise EngineError(f"vLLM {answer.version}: {why}")
+            dtype = arguments.dtype or ("bfloat16" if kind.startswith(_IN_BF16) else "float32")
+            found = measure(folder, arguments.mode, dtype, arguments.gpus, arguments.eager)
         except Exception as error:  # one family's refusal is a result, too
-            found = {
-                "mode": arguments.mode,
-                "dtype": arguments.dtype,
-                "error": f"{type(error).__name__}: {error}"[:300],
-            }
+            found = {"architecture": corrections.architecture(str(folder)), "vllm": corrections.installed_version()}
+            found |= {"mode": arguments.mode, "error": f"{type(error).__name__}: {error}"[:200]}
         print(json.dumps({"kind": kind, **found}), flush=True)
 
 
