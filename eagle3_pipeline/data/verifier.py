@@ -12,7 +12,7 @@ from eagle3_pipeline.errors import ConfigError
 from eagle3_pipeline.store.fingerprint import digest
 from eagle3_pipeline.store.shards import Geometry
 from eagle3_pipeline.verifiers.ask import ask, read_json
-from eagle3_pipeline.verifiers.sizes import has_experts, length_switches, max_positions
+from eagle3_pipeline.verifiers.sizes import has_experts, has_recurrent_layers, length_switches, max_positions
 from eagle3_pipeline.verifiers.tensors import read_header, weight_files
 
 _WHOLE_FILE_BYTES = 64 * 2**20
@@ -38,6 +38,7 @@ class Verifier:
         kv_bytes_per_token: bytes of a token in the attention cache of all layers, at 2 bytes a value.
         architecture: class name from the config.
         has_experts: whether tokens are sent to experts, by scores that rounding can turn over.
+        has_recurrent_layers: whether layers carry a state from token to token.
         length_switches: what an engine computes otherwise if its length is larger, by name.
     """
 
@@ -51,6 +52,7 @@ class Verifier:
     kv_bytes_per_token: int
     architecture: str
     has_experts: bool = False
+    has_recurrent_layers: bool = False
     length_switches: Mapping[str, int] = field(default_factory=dict)
 
     def engine_length(self, longest: int) -> int:
@@ -156,6 +158,7 @@ def _inspect(folder: Path) -> Verifier:
         kv_bytes_per_token=_kv_bytes_per_token(config),
         architecture=(architectures or ["unknown"])[0],
         has_experts=has_experts(config),
+        has_recurrent_layers=has_recurrent_layers(config),
         length_switches=length_switches(config),
     )
 

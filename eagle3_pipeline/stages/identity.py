@@ -116,7 +116,8 @@ def generations_identity(
 ) -> Identity:
     """The training sequences of a chunk; where it repeats prompts of earlier chunks, which of them."""
     inputs: dict[str, Any] = {"verifier": verifier.content_id, "dataset": dataset_content, **_date_told(spec, verifier)}
-    inputs |= _length_of_engine(spec, verifier)
+    if spec.generation.mode == "regenerate":
+        inputs |= _length_of_engine(spec, verifier) | _decoding(verifier)
     if spec.generation.mode == "regenerate" and chunk and chunk.repeated_turns_id:
         inputs["repeated_turns"] = chunk.repeated_turns_id
     return identify(spec, SYNTHETIC_GENERATIONS, inputs)
@@ -147,11 +148,11 @@ def baseline_identity(spec: PipelineSpec, verifier: Verifier, prompts: bytes) ->
     layers = list(verifier.geometry(spec.capture).layer_ids)
     prompts_id = hashlib.sha256(prompts).hexdigest()[:32]
     inputs = {"verifier": verifier.content_id, "layer_ids": layers, "prompts": prompts_id, **_date_told(spec, verifier)}
-    inputs |= _length_of_engine(spec, verifier)
+    inputs |= _length_of_engine(spec, verifier) | _decoding(verifier)
     return identify(spec, BASELINE, inputs, verifier)
 
 
-def _length_of_engine(spec: PipelineSpec, verifier: Verifier) -> dict[str, list[str]]:
+def _length_of_engine(spec: PipelineSpec, verifier: Verifier) -> dict[str, Any]:
     """What the length of its engines changes in a verifier's arithmetic, where it does.
 
     Release 0.1.0 gave engines one position more than a limit that equals the longest sequence, and so switched on what
@@ -161,6 +162,11 @@ def _length_of_engine(spec: PipelineSpec, verifier: Verifier) -> dict[str, list[
     switched = verifier.switched_on(longest)
     was_on = longest in verifier.length_switches.values() and longest < verifier.max_positions
     return {"switched_on": switched} if switched or was_on else {}
+
+
+def _decoding(verifier: Verifier) -> dict[str, Any]:
+    """Release 0.1.0 decoded verifiers with recurrent layers wrongly while it captured."""
+    return {"decoding": "proved"} if verifier.has_recurrent_layers else {}
 
 
 def _date_told(spec: PipelineSpec, verifier: Verifier) -> dict[str, str]:

@@ -47,6 +47,26 @@ def length_switches(config: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
+# Of layers by their kind, and of sizes that only layers with a recurrent state have.
+_RECURRENT_KINDS = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "kda")
+_RECURRENT_SIZES = (
+    "ssm_state_size",
+    "state_size",
+    "mamba_d_state",
+    "mamba_num_heads",
+    "linear_num_value_heads",
+    "linear_attn_config",
+    "conv_L_cache",
+    "lru_width",
+)
+
+
+def has_recurrent_layers(config: Mapping[str, Any]) -> bool:
+    """Whether layers carry a state from token to token (Mamba, gated delta nets, short convolutions)."""
+    kinds = [kind for key in ("layer_types", "layers_block_type") for kind in config.get(key) or ()]
+    return any(kind in _RECURRENT_KINDS for kind in kinds) or any(config.get(key) for key in _RECURRENT_SIZES)
+
+
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether tokens are sent to experts."""
     return any(config.get(key) for key in EXPERT_KEYS)

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from eagle3_pipeline.config import CaptureSpec, VerifierSpec
+from eagle3_pipeline.config import CaptureSpec, PipelineSpec, VerifierSpec
 from eagle3_pipeline.data.verifier import Verifier, resolve_verifier
 from eagle3_pipeline.errors import ConfigError
+from eagle3_pipeline.stages import identity as ids
+from eagle3_pipeline.verifiers.sizes import has_recurrent_layers, length_switches
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -188,3 +190,67 @@ def test_experts_are_known_by_the_names_that_models_give_them(folder: Path, key:
     assert not _resolve(folder).has_experts
     (folder / "config.json").write_text(json.dumps({"text_config": {**CONFIG, key: 8}}))
     assert _resolve(folder).has_experts
+
+
+def _config(**keys: Any) -> dict[str, Any]:
+    sizes = {"num_hidden_layers": 8, "hidden_size": 8, "vocab_size": 40, "max_position_embeddings": 1024}
+    return {**sizes, **keys}
+
+
+LONGROPE = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0, "original_max_position_embeddings": 64}}
+
+
+@pytest.mark.parametrize(
+    ("longest", "length", "switched"),
+    # A position more than the longest sequence, but not across the limit for its sake, nor beyond the last one.
+    [(63, 64, False), (64, 64, False), (65, 66, True), (1023, 1024, True), (1024, 1024, True), (1025, 1026, True)],
+)
+def test_an_engine_is_not_longer_than_its_sequences_need(longest: int, length: int, switched: bool) -> None:
+    verifier = Verifier(
+        "m", "c", 8, 8, 40, 1024, 0, 0, "Phi3ForCausalLM", length_switches=length_switches(_config(**LONGROPE))
+    )
+    assert verifier.engine_length(longest) == length
+    assert bool(verifier.switched_on(longest)) is switched
+
+
+def test_most_verifiers_compute_alike_in_engines_of_any_length() -> None:
+    assert length_switches(_config(rope_parameters={"rope_type": "yarn", "original_max_position_embeddings": 64})) == {}
+    assert length_switches(_config(model_type="llama4_text")) == {"temperature tuning of attention": 32768}
+    verifier = Verifier("m", "c", 8, 8, 40, 1024, 0, 0, "LlamaForCausalLM")
+    assert [verifier.engine_length(n) for n in (64, 1023, 1024, 2000)] == [65, 1024, 1024, 2001]
+
+
+@pytest.mark.parametrize(
+    ("keys", "recurrent"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"]}, False),
+        ({"layer_types": ["linear_attention", "full_attention"]}, True),
+        ({"layers_block_type": ["mamba", "mlp"]}, True),
+        ({"conv_L_cache": 3}, True),
+        ({"mamba_d_state": 16}, True),
+        ({}, False),
+    ],
+)
+def test_layers_with_a_state_from_token_to_token_are_known(keys: dict[str, Any], recurrent: bool) -> None:
+    assert has_recurrent_layers(_config(**keys)) is recurrent
+
+
+def test_states_of_other_arithmetic_are_other_states() -> None:
+    """Of one verifier, with the same ids: short factors, long ones, and what 0.1.0 made at the very limit."""
+
+    def fingerprint(longest: int, switches: dict[str, int]) -> str:
+        spec = PipelineSpec.model_validate(
+            {
+                "name": "p",
+                "verifier": {"model": "m"},
+                "dataset": {"path": "d"},
+                "generation": {"max_sequence_tokens": longest, "max_new_tokens": 8},
+            }
+        )
+        verifier = Verifier("m", "c", 8, 8, 40, 1024, 0, 0, "X", length_switches=switches)
+        return ids.hidden_states_identity(spec, verifier, "tokens").fingerprint
+
+    plain = {fingerprint(n, {}) for n in (63, 64, 65)}
+    assert len(plain) == 1
+    below, at, beyond = (fingerprint(n, {"x": 64}) for n in (63, 64, 65))
+    assert plain == {below} and len({below, at, beyond}) == 3

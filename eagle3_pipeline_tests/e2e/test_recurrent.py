@@ -44,11 +44,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
         yield made
 
 
-def _pipeline(home: Home, name: str, kind: str) -> PipelineSpec:
+def _pipeline(home: Home, name: str, kind: str, new_tokens: int = 24) -> PipelineSpec:
     model = {"model": f"${{EAGLE3_HOME}}/models/{kind}", "dtype": DTYPES[kind]}
     spec = home.write_pipeline(
         name,
         verifier=model,
+        # Other lengths are other work: what one pipeline made another one would only point to.
+        generation={"max_new_tokens": new_tokens},
         draft=DRAFT,
         vocab={"draft_vocab_size": 200, "min_coverage": 0.0},
         # In bf16 rounding sends tokens of a random model to other experts: decoded and prefilled rows differ by more.
@@ -77,8 +79,8 @@ def _states(context: StageContext) -> Manifest:
     return context.upstream(ids.HIDDEN_STATES, CHUNK).manifest
 
 
-def _prepared(home: Home, name: str, kind: str = "qwen3_next") -> StageContext:
-    context = home.context(_pipeline(home, name, kind))
+def _prepared(home: Home, name: str, kind: str = "qwen3_next", new_tokens: int = 24) -> StageContext:
+    context = home.context(_pipeline(home, name, kind, new_tokens))
     materialise_dataset(context, CHUNK)
     return context
 
@@ -108,7 +110,7 @@ def test_where_no_way_of_capturing_decodes_rightly_states_come_from_a_prefill(ho
 
 def test_the_smoke_test_finds_a_correction_that_does_not_hold(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE3_ENGINE_BACKEND", WRONG_BACKEND)
-    context = _prepared(home, "smoked")
+    context = _prepared(home, "smoked", new_tokens=23)
     made = materialise_outputs(context, CHUNK)
     assert made.hidden_states and made.hidden_states.manifest.metrics["one_pass"] == 0
     assert (
@@ -123,18 +125,14 @@ def test_so_does_the_check_of_a_chunk_and_its_answers_are_taken_back(
 ) -> None:
     monkeypatch.setenv("EAGLE3_ENGINE_BACKEND", WRONG_BACKEND)
     monkeypatch.setenv("EAGLE3_TEST_NO_SMOKE", "1")
-    context = _prepared(home, "unsmoked")
+    context = _prepared(home, "unsmoked", new_tokens=22)
     context.engines.stop_all(print)
     # What the test before left.
-    (context.engines.folder / context.capturing_engine_spec().engine_id / "smoke.json").unlink()
+    (context.engines.folder / context.capturing_engine_spec().engine_id / "smoke.json").unlink(missing_ok=True)
     with pytest.raises(DecodingError, match="of answers"):
         materialise_outputs(context, CHUNK)
-    assert (
-        context.store.get(
-            ids.SYNTHETIC_GENERATIONS, context.references.get(ids.SYNTHETIC_GENERATIONS, CHUNK).fingerprint
-        )
-        is None
-    )  # type: ignore[union-attr]
+    reference = context.references.get(ids.SYNTHETIC_GENERATIONS, CHUNK)
+    assert reference and context.store.get(ids.SYNTHETIC_GENERATIONS, reference.fingerprint) is None
     made = materialise_outputs(context, CHUNK)
     assert made.hidden_states and made.hidden_states.manifest.metrics["one_pass"] == 0
     assert _deficits(context).mean() < 1.0
