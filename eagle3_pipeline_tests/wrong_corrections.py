@@ -24,4 +24,4 @@ class WrongBackend(VllmBackend):
         super().__init__()
         corrections._UNDRAFTED_IN["Qwen3NextForCausalLM"] = (corrections.installed_version(),)
         if os.environ.get("EAGLE3_TEST_NO_SMOKE"):
-            smoke._decoding_fault = _no_fault
+            smoke._decoding_fault = _no_fault  # type: ignore[assignment]
