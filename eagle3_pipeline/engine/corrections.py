@@ -24,13 +24,28 @@ SHARED_BLOCKS = "shared_blocks"
 
 # Minor versions with which decoding while capturing equalled prefill of the same tokens (docs/verifiers.md).
 _UNDRAFTED_IN: dict[str, tuple[str, ...]] = {
-    "LlamaForCausalLM": ("0.24", "0.32"),
-    "KimiK25ForConditionalGeneration": ("0.24", "0.32"),
+    "ApertusForCausalLM": ("0.32",),
+    "Ernie4_5ForCausalLM": ("0.32",),
+    "Gemma4ForCausalLM": ("0.32",),
     "GptOssForCausalLM": ("0.32",),
+    "GraniteForCausalLM": ("0.32",),
+    "HunYuanDenseV1ForCausalLM": ("0.32",),
+    "KimiK25ForConditionalGeneration": ("0.24", "0.32"),
+    "Llama4ForCausalLM": ("0.32",),
+    "LlamaForCausalLM": ("0.24", "0.32"),
+    "MiniCPM3ForCausalLM": ("0.32",),
     "MistralForCausalLM": ("0.32",),
+    "Olmo2ForCausalLM": ("0.32",),
+    "Olmo3ForCausalLM": ("0.32",),
+    "OlmoForCausalLM": ("0.32",),
+    "Phi3ForCausalLM": ("0.32",),
+    "PhiForCausalLM": ("0.32",),
     "Qwen2ForCausalLM": ("0.32",),
     "Qwen3ForCausalLM": ("0.32",),
     "Qwen3MoeForCausalLM": ("0.32",),
+    "SeedOssForCausalLM": ("0.32",),
+    "SmolLM3ForCausalLM": ("0.32",),
+    "Starcoder2ForCausalLM": ("0.32",),
 }
 
 
