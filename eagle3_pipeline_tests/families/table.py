@@ -30,10 +30,11 @@ CAPTURE = Path(__file__).parent / "capture.jsonl"
 CAPTURE_HEADER = """
 ## What vLLM captures
 
-Decoding while capturing against a prefill of the same tokens, as every engine's smoke test compares them, on a CPU (AMD EPYC
-without AMX; vLLM's version is in the table). *Without drafts* is the faster way (`eagle3_pipeline/engine/corrections.py`), which
-applies to the architectures for which it is right here; *as vLLM does it* is the way of all others. Where neither is right,
-states come from a prefill. `python -m eagle3_pipeline_tests.families.decoding` prints what the table is made of.
+Decoding while capturing against a prefill of the same tokens, as every engine's smoke test compares them, on a CPU (AMD
+EPYC without AMX; vLLM's version is in the table). *Without drafts* is the faster way
+(`eagle3_pipeline/engine/corrections.py`), which applies to the architectures for which it is right here; *as vLLM does
+it* is the way of all others. Where neither is right, states come from a prefill.
+`python -m eagle3_pipeline_tests.families.decoding` prints what the table is made of.
 
 | family | architecture | vLLM | way | states of decoded tokens |
 |---|---|---|---|---|
